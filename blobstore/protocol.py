@@ -1,0 +1,293 @@
+"""The messages between a client and its local daemon.
+
+msgpack arrays, tagged by a small integer, in the frames of transports/framing.
+Keys of one call are of equal length and travel packed in one byte string;
+extents travel packed as pairs of u64 (offset in the arena, bytes). Blobs never
+travel: they are read and written in place. Bytes and test vectors: docs/FORMAT.md.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+VERSION = 1
+"""Raised whenever an old client could misread a new daemon, or the reverse."""
+
+NO_EXTENT = (1 << 64) - 1
+"""In place of an offset: nothing was lent for this key (`Reserved.reasons` says why)."""
+
+
+class Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What a client sends."""
+
+
+class Reply(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What the daemon answers."""
+
+
+class Hello(Request, tag=1):
+    """First frame of a connection. Answered by Welcome, with two descriptors of the arena.
+
+    The first descriptor is read-only, the second may be mapped for writing.
+    """
+
+    version: int
+    client: str
+
+
+class Welcome(Reply, tag=1):
+    """The daemon's terms."""
+
+    version: int
+    boot_id: int
+    arena_bytes: int
+    max_body_bytes: int
+    lent_bytes_max: int
+
+
+class Ping(Request, tag=2):
+    """Answered by Pong with the same payload."""
+
+    payload: bytes = b""
+
+
+class Pong(Reply, tag=2):
+    """Answer to Ping."""
+
+    payload: bytes = b""
+
+
+class Declare(Request, tag=3):
+    """Declare a namespace, in its canonical encoding. Answered by Declared."""
+
+    namespace: bytes
+
+
+class Declared(Reply, tag=3):
+    """The namespace's id: 32 bytes."""
+
+    namespace_id: bytes
+
+
+class Keyed(Request):
+    """Fields of every call that names a chain of keys, root side first."""
+
+    namespace_id: bytes
+    keys: bytes
+    key_bytes: int
+
+
+class Match(Keyed, tag=4):
+    """How many leading keys are held? Never counts as use. Answered by Matched."""
+
+
+class Matched(Reply, tag=4):
+    """`blobs` leading blobs are held, the first `warm` of them in DRAM.
+
+    `eta_s` estimates how long a get of all of them would take.
+    """
+
+    blobs: int
+    warm: int
+    eta_s: float
+
+
+class Get(Keyed, tag=5):
+    """Lease the leading blobs. Answered by Leased.
+
+    Waits until all are readable in DRAM or `timeout_s` passed; with `stream`,
+    answers once room for all is reserved, and Wait tells when bytes are there.
+    With `wait_for_writers`, blobs that a writer is filling count as held.
+    """
+
+    timeout_s: float
+    stream: bool = False
+    wait_for_writers: bool = False
+
+
+class Leased(Reply, tag=5):
+    """`extents` of the leading blobs leased; why it ends there is `reason` ("" if it is all).
+
+    `lease_id` is 0 when nothing was leased. `served` counts blobs by the tier
+    that they came from.
+    """
+
+    lease_id: int
+    extents: bytes
+    reason: str
+    served: dict[str, int]
+
+
+class Wait(Request, tag=6):
+    """Wait until bytes `start` to `end` of blob number `index` of a lease are readable."""
+
+    lease_id: int
+    index: int
+    start: int
+    end: int
+    timeout_s: float
+
+
+class Waited(Reply, tag=6):
+    """Readable if `reason` is empty."""
+
+    reason: str
+
+
+class Release(Request, tag=7):
+    """End leases, and hand back extents whose views have died. Answered by Done.
+
+    Ending a lease twice, or one of another client, does nothing. `extents`
+    are offsets kept lent by Seal or Abort (`alive`).
+    """
+
+    lease_ids: list[int]
+    extents: list[int] = []
+
+
+class Done(Reply, tag=7):
+    """Done; `count` is how many items it took effect on."""
+
+    count: int = 0
+
+
+class Reserve(Keyed, tag=8):
+    """Lend extents for new blobs, all or none. Answered by Reserved.
+
+    The first key continues `parent` (empty: it is a root). `tail_tokens` is the
+    number of tokens of the last blob if it is partial, else 0. Waits up to
+    `timeout_s` for room. A member of a writer group names it (`group`, `epoch`)
+    and the numbers of the `parts` that it writes; others leave `parts` empty.
+    """
+
+    parent: bytes
+    tail_tokens: int
+    retention: str
+    timeout_s: float
+    group: str = ""
+    epoch: int = 0
+    parts: list[int] = []
+    hint: dict[str, Any] = {}
+
+
+class Reserved(Reply, tag=8):
+    """Where to write each blob. `reasons[i]` is "" where extent i was lent.
+
+    "exists": the key is sealed already; Seal compares digests. Any other
+    reason: refused. `reservation_id` is valid until `ttl_s` passes.
+    """
+
+    reservation_id: int
+    extents: bytes
+    reasons: list[str]
+    ttl_s: float
+
+
+class SealParts(Request, tag=9):
+    """Parts `parts` of blob `index` are written: waiting readers may have them."""
+
+    reservation_id: int
+    index: int
+    parts: list[int]
+
+
+class Seal(Request, tag=10):
+    """All bytes are written: digest and publish. Answered by Sealed; ends the reservation.
+
+    `digests[i]` is the payload digest of the bytes that the caller holds for a
+    key that exists already (empty: not given). `alive` are the numbers of
+    blobs of which the caller still holds writable views: they are published
+    from a copy, and their extents stay lent until Release names them.
+    """
+
+    reservation_id: int
+    digests: list[bytes] = []
+    alive: list[int] = []
+
+
+class Sealed(Reply, tag=10):
+    """Per blob: stored, exists, divergent, refused, or partial (parts of others are missing)."""
+
+    results: list[str]
+    reasons: list[str]
+
+
+class Abort(Request, tag=11):
+    """Give up a reservation: nothing becomes visible. `alive` as in Seal. Answered by Done."""
+
+    reservation_id: int
+    alive: list[int] = []
+
+
+class Exists(Keyed, tag=12):
+    """Which keys are held (each for itself)? Answered by Held."""
+
+
+class Held(Reply, tag=12):
+    """One byte per key: 1 if held."""
+
+    held: bytes
+
+
+class Drop(Keyed, tag=13):
+    """Free the blobs and all that continue them; those under a lease when it ends.
+
+    With `tier` "dram" only copies in DRAM of blobs that are on SSD as well.
+    Answered by Done.
+    """
+
+    tier: str = ""
+
+
+class Pin(Keyed, tag=14):
+    """Keep the blobs that are held from eviction for `ttl_s` seconds (0: no longer)."""
+
+    ttl_s: float
+
+
+class Prefetch(Keyed, tag=15):
+    """Start to bring the leading blobs into DRAM. Answered by Done at once."""
+
+
+class Stat(Keyed, tag=16):
+    """Facts about each blob. Answered by Report with a list under "blobs"."""
+
+
+class Stats(Request, tag=17):
+    """Counters and gauges. Answered by Report."""
+
+
+class Verify(Request, tag=18):
+    """Read every blob and check its digests. Answered by Report."""
+
+    timeout_s: float
+
+
+class Report(Reply, tag=17):
+    """A tree of plain values."""
+
+    body: dict[str, Any]
+
+
+class Failed(Reply, tag=99):
+    """The request raised; `code` names the class in blobstore.errors."""
+
+    code: str
+    message: str
+    retry_after_s: float = 0.0
+
+
+AnyRequest = (
+    Hello | Ping | Declare | Match | Get | Wait | Release | Reserve | SealParts | Seal | Abort
+    | Exists | Drop | Pin | Prefetch | Stat | Stats | Verify
+)  # fmt: skip
+AnyReply = (
+    Welcome | Pong | Declared | Matched | Leased | Waited | Done | Reserved | Sealed | Held
+    | Report | Failed
+)  # fmt: skip
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
+decode_reply = msgspec.msgpack.Decoder(AnyReply).decode

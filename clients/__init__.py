@@ -1,0 +1,1 @@
+"""What an inference server imports."""

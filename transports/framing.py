@@ -1,0 +1,83 @@
+"""Frames on a stream socket: a fixed header, then a body.
+
+    magic "BSF1" | request id u32 | boot id u64 | body length u64 | body
+
+Little-endian. A request and its reply carry the same request id; id 0 asks for
+no reply. The boot id is the daemon's; 0 in a client's first frame. Any breach
+of the format leaves the position in the stream unknown, so the connection must
+be closed. Test vectors: docs/FORMAT.md.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+
+from blobstore.errors import FrameTooLarge, ProtocolError
+
+MAGIC = b"BSF1"
+_HEADER = struct.Struct("<4sIQQ")
+HEADER_BYTES = _HEADER.size
+MAX_BODY_BYTES = 8 << 20
+"""Room for 100,000 keys of 64 bytes; blobs never travel in control frames."""
+
+Frame = tuple[int, int, memoryview]
+"""Request id, boot id, body."""
+
+
+def pack(request_id: int, boot_id: int, body: bytes) -> bytes:
+    """One whole frame."""
+    return _HEADER.pack(MAGIC, request_id, boot_id, len(body)) + body
+
+
+def unpack_header(header: bytes | memoryview) -> tuple[int, int, int]:
+    """Request id, boot id and body length; ProtocolError unless it is a header."""
+    magic, request_id, boot_id, length = _HEADER.unpack_from(header)
+    if magic != MAGIC:
+        raise ProtocolError(f"not a blobstore frame: starts with {bytes(magic)!r}")
+    return request_id, boot_id, length
+
+
+class FrameReader:
+    """Cuts a byte stream into frames; keeps what is incomplete for the next call."""
+
+    def __init__(self, max_body_bytes: int = MAX_BODY_BYTES) -> None:
+        self._max_body_bytes = max_body_bytes
+        self._kept = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """The frames that `data` completes, in order.
+
+        Bodies are views of memory that nobody writes again. Raises
+        FrameTooLarge before anything is allocated for the body, and
+        ProtocolError; after either the reader is of no further use.
+        """
+        if self._kept:
+            self._kept += data
+            if not self._holds_a_frame():
+                return
+            data, self._kept = bytes(self._kept), bytearray()
+        view, start = memoryview(data), 0
+        while len(data) - start >= HEADER_BYTES:
+            request_id, boot_id, length = unpack_header(view[start:])
+            self._check(length)
+            end = start + HEADER_BYTES + length
+            if end > len(data):
+                break
+            yield request_id, boot_id, view[start + HEADER_BYTES : end]
+            start = end
+        if start < len(data):
+            self._kept += view[start:]
+
+    def _holds_a_frame(self) -> bool:
+        if len(self._kept) < HEADER_BYTES:
+            return False
+        _, _, length = unpack_header(bytes(self._kept[:HEADER_BYTES]))
+        self._check(length)
+        return len(self._kept) >= HEADER_BYTES + length
+
+    def _check(self, length: int) -> None:
+        if length > self._max_body_bytes:
+            raise FrameTooLarge(
+                f"frame of {length} bytes exceeds the limit of {self._max_body_bytes}"
+            )
