@@ -19,11 +19,11 @@ NO_EXTENT = (1 << 64) - 1
 """In place of an offset: nothing was lent for this key (`Reserved.reasons` says why)."""
 
 
-class Request(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Request(msgspec.Struct, array_like=True, gc=False):
     """What a client sends."""
 
 
-class Reply(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Reply(msgspec.Struct, array_like=True, gc=False):
     """What the daemon answers."""
 
 
