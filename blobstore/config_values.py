@@ -1,0 +1,126 @@
+"""How the values of the configuration are written, whatever source they come from.
+
+A TOML file has types, the environment and flags have text only: each function
+takes either, and raises InvalidRequest with an example or the bounds.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from blobstore.errors import InvalidRequest
+from blobstore.units import parse_size
+
+AUTO: Literal["auto"] = "auto"
+SOCKET_PATH_MAX = 107
+"""sun_path of Linux's sockaddr_un holds 108 bytes, the closing NUL among them."""
+
+Size = int | Literal["auto"]
+
+_TRUTH = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+
+
+def size(value: object) -> int:
+    """Bytes: `4GiB`, `4GB` or a number."""
+    if isinstance(value, bool) or not isinstance(value, int | str):
+        raise InvalidRequest(f"not a size: {value!r} (examples: 4GiB, 500MB, 65536)")
+    nbytes = parse_size(value)
+    if nbytes < 0:
+        raise InvalidRequest(f"a size cannot be negative, found {value!r}")
+    return nbytes
+
+
+def auto_size(value: object) -> Size:
+    """A size, or `auto`."""
+    return AUTO if value == AUTO else size(value)
+
+
+def auto_or_off(value: object) -> Size:
+    """A size, `auto`, or `off`, which is 0."""
+    return 0 if value == "off" else auto_size(value)
+
+
+def count(value: object) -> int:
+    """A whole number above 0."""
+    try:
+        number = int(value) if isinstance(value, int | str) else 0
+    except ValueError:
+        number = 0
+    if isinstance(value, bool) or number < 1:
+        raise InvalidRequest(f"not a whole number above 0: {value!r}")
+    return number
+
+
+def seconds(value: object) -> float:
+    """A finite number of seconds, at least 0."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) else -1.0
+    except ValueError:
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number < float("inf"):
+        raise InvalidRequest(f"not a number of seconds: {value!r}")
+    return number
+
+
+def duration(value: object) -> float:
+    """A finite number of seconds above 0."""
+    number = seconds(value)
+    if number == 0:
+        raise InvalidRequest("must be above 0 seconds")
+    return number
+
+
+def truth(value: object) -> bool:
+    """true or false, also as yes/no and on/off."""
+    found = _TRUTH.get(str(value).lower())
+    if found is None:
+        raise InvalidRequest(f"not true or false: {value!r}")
+    return found
+
+
+def path(value: object) -> Path:
+    """An absolute path; `~` and paths relative to the working directory are resolved."""
+    if not isinstance(value, str | Path) or not str(value) or "\0" in str(value):
+        raise InvalidRequest(f"not a path: {value!r}")
+    return Path(value).expanduser().absolute()
+
+
+def optional_path(value: object) -> Path | None:
+    """A path; the empty string is None."""
+    return None if value == "" else path(value)
+
+
+def socket_path(value: object) -> Path:
+    """Where a Unix socket may be, with or without `unix:` in front."""
+    found = path(value.removeprefix("unix:") if isinstance(value, str) else value)
+    if (length := len(os.fsencode(found))) > SOCKET_PATH_MAX:
+        raise InvalidRequest(
+            f"a Unix socket's path may be {SOCKET_PATH_MAX} bytes long, found {length}: {found}"
+        )
+    return found
+
+
+def user_ids(value: object) -> tuple[int, ...]:
+    """User ids: a list, or text with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    try:
+        uids = tuple(int(item) for item in items if item != "")  # type: ignore[attr-defined]
+    except (TypeError, ValueError):
+        uids = (-1,)
+    if any(uid < 0 for uid in uids):
+        raise InvalidRequest(f"not a list of user ids: {value!r}")
+    return uids
+
+
+def one_of(*names: str) -> Callable[[object], str]:
+    """One of these words."""
+
+    def parse(value: object) -> str:
+        if value not in names:
+            raise InvalidRequest(f"not one of {', '.join(names)}: {value!r}")
+        return str(value)
+
+    return parse
