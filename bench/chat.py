@@ -1,0 +1,67 @@
+"""Text to token ids and back, with the model's own vocabulary and chat format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from blobstore.bench.model_file import REMEDY, ModelFile
+from blobstore.errors import SetupError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class Chat:
+    """Byte-level BPE, single digits split off, and the turns of a conversation.
+
+    Turns are encoded one by one, so that the ids of a conversation always
+    start with the ids of the shorter one that it continues.
+    """
+
+    def __init__(self, file: ModelFile) -> None:
+        self._tokenizer = _tokenizer(file)
+
+    def turn(self, role: str, content: str) -> list[int]:
+        """The ids of one whole turn."""
+        return self._encode(f"<|im_start|>{role}\n{content}<|im_end|>\n")
+
+    def ask(self, question: str) -> list[int]:
+        """The ids of a user's turn, and the opening of the assistant's answer."""
+        return self.turn("user", question) + self._encode("<|im_start|>assistant\n")
+
+    def answered(self, ids: Sequence[int]) -> list[int]:
+        """The ids that close a generated answer `ids`, its end token given or not."""
+        end = self._encode("<|im_end|>")
+        closed = list(ids) if list(ids[-1:]) == end else [*ids, *end]
+        return closed + self._encode("\n")
+
+    def text(self, ids: Sequence[int]) -> str:
+        """The text of `ids`, without special tokens."""
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    def _encode(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)
+
+
+def _tokenizer(file: ModelFile) -> Tokenizer:
+    try:
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+    except ImportError as error:
+        raise SetupError(f"the tokenizer is missing ({error.name}); {REMEDY}") from error
+    tokens: list[str] = file.field("tokenizer.ggml.tokens")
+    merges: list[str] = file.field("tokenizer.ggml.merges")
+    left_and_right = [(left, right) for left, right in (merge.split(" ") for merge in merges)]
+    tokenizer = Tokenizer(
+        models.BPE(vocab={token: n for n, token in enumerate(tokens)}, merges=left_and_right)
+    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    special = [token for token in tokens if token.startswith("<|")]
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
+    return tokenizer
