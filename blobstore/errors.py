@@ -160,6 +160,12 @@ def _tree(root: type[BlobStoreError]) -> dict[str, type[BlobStoreError]]:
 BY_CODE: dict[str, type[BlobStoreError]] = _tree(BlobStoreError)
 
 
-def from_code(code: str, message: str) -> BlobStoreError:
-    """Rebuild the error that a daemon reported; an unknown code gives the root class."""
-    return BY_CODE.get(code, BlobStoreError)(message)
+def from_code(code: str, message: str, retry_after_s: float = 0.0) -> BlobStoreError:
+    """Rebuild the error that a daemon reported; an unknown code gives the root class.
+
+    `retry_after_s` is dropped by errors that no repetition helps.
+    """
+    error = BY_CODE.get(code, BlobStoreError)(message)
+    if isinstance(error, Retryable):
+        error.retry_after_s = retry_after_s
+    return error

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from blobstore.errors import InvalidRequest
 from blobstore.fields import check_number, check_text
 
 MAX_TEXT_BYTES = 256

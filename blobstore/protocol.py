@@ -8,7 +8,7 @@ travel: they are read and written in place. Bytes and test vectors: docs/FORMAT.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -17,6 +17,10 @@ VERSION = 1
 
 NO_EXTENT = (1 << 64) - 1
 """In place of an offset: nothing was lent for this key (`Reserved.reasons` says why)."""
+
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
+"""A number, position or id. Never negative: Python would count from the end."""
 
 
 class Request(msgspec.Struct, array_like=True, gc=False):
@@ -76,7 +80,7 @@ class Keyed(Request):
 
     namespace_id: bytes
     keys: bytes
-    key_bytes: int
+    key_bytes: Count
 
 
 class Match(Keyed, tag=4):
@@ -114,7 +118,7 @@ class Leased(Reply, tag=5):
     that they came from.
     """
 
-    lease_id: int
+    lease_id: Count
     extents: bytes
     reason: str
     served: dict[str, int]
@@ -123,10 +127,10 @@ class Leased(Reply, tag=5):
 class Wait(Request, tag=6):
     """Wait until bytes `start` to `end` of blob number `index` of a lease are readable."""
 
-    lease_id: int
-    index: int
-    start: int
-    end: int
+    lease_id: Count
+    index: Count
+    start: Count
+    end: Count
     timeout_s: float
 
 
@@ -143,8 +147,8 @@ class Release(Request, tag=7):
     are offsets kept lent by Seal or Abort (`alive`).
     """
 
-    lease_ids: list[int]
-    extents: list[int] = []
+    lease_ids: list[Count]
+    extents: list[Count] = []
 
 
 class Done(Reply, tag=7):
@@ -163,13 +167,13 @@ class Reserve(Keyed, tag=8):
     """
 
     parent: bytes
-    tail_tokens: int
+    tail_tokens: Count
     retention: str
     timeout_s: float
     group: str = ""
-    epoch: int = 0
-    parts: list[int] = []
-    hint: dict[str, Any] = {}
+    epoch: Count = 0
+    parts: list[Count] = []
+    hint: dict[str, str | int] = {}
 
 
 class Reserved(Reply, tag=8):
@@ -179,7 +183,7 @@ class Reserved(Reply, tag=8):
     reason: refused. `reservation_id` is valid until `ttl_s` passes.
     """
 
-    reservation_id: int
+    reservation_id: Count
     extents: bytes
     reasons: list[str]
     ttl_s: float
@@ -188,9 +192,9 @@ class Reserved(Reply, tag=8):
 class SealParts(Request, tag=9):
     """Parts `parts` of blob `index` are written: waiting readers may have them."""
 
-    reservation_id: int
-    index: int
-    parts: list[int]
+    reservation_id: Count
+    index: Count
+    parts: list[Count]
 
 
 class Seal(Request, tag=10):
@@ -202,9 +206,9 @@ class Seal(Request, tag=10):
     from a copy, and their extents stay lent until Release names them.
     """
 
-    reservation_id: int
+    reservation_id: Count
     digests: list[bytes] = []
-    alive: list[int] = []
+    alive: list[Count] = []
 
 
 class Sealed(Reply, tag=10):
@@ -217,8 +221,8 @@ class Sealed(Reply, tag=10):
 class Abort(Request, tag=11):
     """Give up a reservation: nothing becomes visible. `alive` as in Seal. Answered by Done."""
 
-    reservation_id: int
-    alive: list[int] = []
+    reservation_id: Count
+    alive: list[Count] = []
 
 
 class Exists(Keyed, tag=12):
@@ -290,4 +294,12 @@ AnyReply = (
 
 encode = msgspec.msgpack.Encoder().encode
 decode_request = msgspec.msgpack.Decoder(AnyRequest).decode
-decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
+_decode_reply = msgspec.msgpack.Decoder(AnyReply).decode
+
+
+def decode_reply(body: bytes | memoryview) -> AnyReply:
+    """The reply in `body`; raises msgspec.DecodeError if it is none."""
+    try:
+        return _decode_reply(body)
+    except RecursionError as error:  # in the tree of a Report
+        raise msgspec.DecodeError("nested too deeply") from error

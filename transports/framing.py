@@ -11,7 +11,6 @@ be closed. Test vectors: docs/FORMAT.md.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
 
 from blobstore.errors import FrameTooLarge, ProtocolError
 
@@ -32,6 +31,8 @@ def pack(request_id: int, boot_id: int, body: bytes) -> bytes:
 
 def unpack_header(header: bytes | memoryview) -> tuple[int, int, int]:
     """Request id, boot id and body length; ProtocolError unless it is a header."""
+    if len(header) < HEADER_BYTES:
+        raise ProtocolError(f"a header has {HEADER_BYTES} bytes, found {len(header)}")
     magic, request_id, boot_id, length = _HEADER.unpack_from(header)
     if magic != MAGIC:
         raise ProtocolError(f"not a blobstore frame: starts with {bytes(magic)!r}")
@@ -45,7 +46,7 @@ class FrameReader:
         self._max_body_bytes = max_body_bytes
         self._kept = bytearray()
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
+    def feed(self, data: bytes) -> list[Frame]:
         """The frames that `data` completes, in order.
 
         Bodies are views of memory that nobody writes again. Raises
@@ -55,8 +56,9 @@ class FrameReader:
         if self._kept:
             self._kept += data
             if not self._holds_a_frame():
-                return
+                return []
             data, self._kept = bytes(self._kept), bytearray()
+        frames = []
         view, start = memoryview(data), 0
         while len(data) - start >= HEADER_BYTES:
             request_id, boot_id, length = unpack_header(view[start:])
@@ -64,10 +66,11 @@ class FrameReader:
             end = start + HEADER_BYTES + length
             if end > len(data):
                 break
-            yield request_id, boot_id, view[start + HEADER_BYTES : end]
+            frames.append((request_id, boot_id, view[start + HEADER_BYTES : end]))
             start = end
         if start < len(data):
             self._kept += view[start:]
+        return frames
 
     def _holds_a_frame(self) -> bool:
         if len(self._kept) < HEADER_BYTES:
