@@ -1,0 +1,1 @@
+"""What tests share: fakes, an injected clock, polling and the leak check."""
