@@ -153,7 +153,9 @@ class Arena:
         found = _huge_mapped_bytes(self.array.ctypes.data)
         if found:
             self.pages = "transparent"
-        if found < self.nbytes - _huge_page_bytes() if required else found == 0:
+        # A tail shorter than a huge page cannot be one.
+        least = max(self.nbytes - _huge_page_bytes(), 0) + 1 if required else 1
+        if found < least:
             problem = (
                 f"arena: wanted {format_size(self.nbytes)} in huge pages, got {format_size(found)}"
             )
