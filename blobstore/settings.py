@@ -16,7 +16,6 @@ HUGE_PAGES = ("off", "auto", "require")
 
 _POSITIVE = (
     "dram_bytes",
-    "lease_ttl_s",
     "reservation_ttl_s",
     "io_threads",
     "max_leases_per_client",
@@ -42,8 +41,6 @@ class StoreSettings:
     """Physical bound of the SSD tier, catalogue included. 0: there is no SSD tier."""
     lent_bytes_max: int = 0
     """Most that one client may have on loan for writing. 0: see `lent_quota_bytes`."""
-    lease_ttl_s: float = 300.0
-    """A lease may be broken once it is this old."""
     reservation_ttl_s: float = 60.0
     """A reservation that is not sealed by then expires as a whole."""
     io_threads: int = 4
@@ -54,8 +51,6 @@ class StoreSettings:
     """A directory for the arena's (unlinked) file, tmpfs for example; None: a memfd."""
     huge_pages: str = "off"
     """"off", "auto" (use them where offered) or "require"."""
-    checks_on_load: bool = True
-    """Check piece digests whenever bytes come from the SSD. Only a bench has a reason not to."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

@@ -1,0 +1,59 @@
+"""Options that several commands share, and what they mean for the configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from blobstore.config import Config, load
+
+if TYPE_CHECKING:
+    from blobstore.clients import Client
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", metavar="FILE", envvar="BLOBSTORE_CONFIG", help="A TOML file."),
+]
+DataDir = Annotated[
+    str | None, typer.Option("--data", metavar="DIR", help="Where the tier on disk lives.")
+]
+Socket = Annotated[
+    str | None, typer.Option("--socket", metavar="PATH", help="The daemon's Unix socket.")
+]
+Dram = Annotated[
+    str | None, typer.Option("--dram", metavar="SIZE", help="Shared memory: 4GiB, or auto.")
+]
+Ssd = Annotated[
+    str | None, typer.Option("--ssd", metavar="SIZE", help="Bound on disk: 500GB, auto, or off.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Timeout = Annotated[
+    float, typer.Option("--timeout", metavar="SECONDS", min=0.001, help="Wait no longer.")
+]
+
+
+def configured(
+    file: Path | None,
+    *,
+    data: str | None = None,
+    socket: str | None = None,
+    dram: str | None = None,
+    ssd: str | None = None,
+) -> Config:
+    """The effective configuration under these options."""
+    flags = {"store.data": data, "local.socket": socket, "dram.size": dram, "ssd.size": ssd}
+    return load(file, flags=flags)
+
+
+@contextmanager
+def connected(file: Path | None, socket: str | None, timeout_s: float) -> Iterator[Client]:
+    """A client of the daemon that the options name. Raises Unavailable if none answers."""
+    from blobstore.clients import Client  # here: numpy would double the time to print help
+
+    config = configured(file, socket=socket)
+    with closing(Client(f"unix:{config.local.socket}", timeout_s=timeout_s)) as client:
+        yield client

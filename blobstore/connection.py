@@ -1,0 +1,273 @@
+"""One connection of the local socket: requests to the store, replies back.
+
+What can be answered at once is answered inside `data_received`, without a task;
+the rest runs as tasks of bounded number. A reply that finds its connection
+closed is undone: nobody would ever release it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any, cast
+
+import msgspec
+
+from blobstore import protocol as p
+from blobstore.drafts import Reservation
+from blobstore.errors import (
+    BlobStoreError,
+    Busy,
+    FrameTooLarge,
+    InvalidRequest,
+    ProtocolError,
+    Retryable,
+    StaleBoot,
+)
+from blobstore.holder import Holder
+from blobstore.index import Retention
+from blobstore.readers import Found
+from blobstore.store import Store
+from blobstore.transports import framing
+
+REQUESTS_IN_FLIGHT_MAX = 1024
+TIMEOUT_MAX_S = 3600.0
+ITEMS_MAX = 100_000
+
+Answer = p.Reply | Coroutine[Any, Any, p.Reply]
+
+log = logging.getLogger(__name__)
+
+
+class Connection(asyncio.Protocol):
+    """Serves one client connection on behalf of `holder`."""
+
+    def __init__(self, store: Store, holder: Holder, on_lost: Callable[[Connection], None]) -> None:
+        self.holder = holder
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.reservation_ids: set[int] = set()
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Done once the connection has ended."""
+        self._store = store
+        self._boot_id = store.boot_id
+        self._on_lost = on_lost
+        self._frames = framing.FrameReader()
+        self._transport: asyncio.Transport | None = None
+        self._handlers: dict[type[p.Request], Callable[[Any], Answer]] = {
+            p.Ping: self._ping,
+            p.Declare: self._declare,
+            p.Match: self._match,
+            p.Get: self._get,
+            p.Wait: self._wait,
+            p.Release: self._release,
+            p.Reserve: self._reserve,
+            p.SealParts: self._seal_parts,
+            p.Seal: self._seal,
+            p.Abort: self._abort,
+            p.Exists: self._exists,
+            p.Drop: self._drop,
+            p.Pin: self._pin,
+            p.Prefetch: self._prefetch,
+            p.Stat: self._stat,
+            p.Stats: self._stats,
+            p.Verify: self._verify,
+        }
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """The transport is ready."""
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, of its shape
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The peer left, or `close` was called."""
+        self._transport = None
+        self.lost.set_result(None)
+        self._on_lost(self)
+
+    def pause_writing(self) -> None:
+        """A peer that does not read its replies is not read from either."""
+        if self._transport is not None:
+            self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        """The peer reads again."""
+        if self._transport is not None:
+            self._transport.resume_reading()
+
+    def close(self) -> None:
+        """Close now; requests in flight are undone when they end."""
+        if self._transport is not None:
+            self._transport.abort()
+
+    def data_received(self, data: bytes) -> None:
+        """Serve the frames that `data` completes."""
+        try:
+            for request_id, boot_id, body in self._frames.feed(data):
+                self._serve(request_id, boot_id, p.decode_request(body))
+        except (ProtocolError, FrameTooLarge) as error:
+            self._send(0, _failed(error))
+            self._hang_up()
+        except msgspec.MsgspecError as error:
+            self._send(0, _failed(ProtocolError(f"not a message of the protocol: {error}")))
+            self._hang_up()
+
+    def _serve(self, request_id: int, boot_id: int, request: p.Request) -> None:
+        try:
+            if boot_id != self._boot_id:
+                raise StaleBoot(
+                    "the daemon restarted: leases and reservations from before are void"
+                )
+            handler = self._handlers.get(type(request))
+            if handler is None:
+                raise InvalidRequest(f"{type(request).__name__} is not served here")
+            answer = handler(request)
+            if isinstance(answer, p.Reply):
+                self._send(request_id, answer)
+            else:
+                self._start(request_id, answer)
+        except BlobStoreError as error:
+            self._send(request_id, _failed(error))
+        except Exception:
+            log.exception("a request of %s failed", self.holder.name)
+            self._send(request_id, p.Failed("error", "internal error: see the daemon's log"))
+
+    def _start(self, request_id: int, answer: Coroutine[Any, Any, p.Reply]) -> None:
+        if len(self.tasks) >= REQUESTS_IN_FLIGHT_MAX:
+            answer.close()
+            raise Busy(f"{REQUESTS_IN_FLIGHT_MAX} requests of this connection are in flight")
+        task = asyncio.get_running_loop().create_task(self._finish(request_id, answer))
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    async def _finish(self, request_id: int, answer: Awaitable[p.Reply]) -> None:
+        try:
+            reply: p.Reply = await answer
+        except BlobStoreError as error:
+            reply = _failed(error)
+        except Exception:
+            log.exception("a request of %s failed", self.holder.name)
+            reply = p.Failed("error", "internal error: see the daemon's log")
+        if self._transport is None:
+            self._undo(reply)
+        self._send(request_id, reply)
+
+    def _undo(self, reply: p.Reply) -> None:
+        if isinstance(reply, p.Leased):
+            self._store.readers.release(self.holder, [reply.lease_id])
+        elif isinstance(reply, p.Reserved):
+            self._store.writers.abort(self.holder, reply.reservation_id)
+
+    def _send(self, request_id: int, reply: p.Reply) -> None:
+        if self._transport is not None and (request_id or isinstance(reply, p.Failed)):
+            self._transport.write(framing.pack(request_id, self._boot_id, p.encode(reply)))
+
+    def _hang_up(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    def _ping(self, m: p.Ping) -> Answer:
+        return p.Pong(m.payload)
+
+    async def _declare(self, m: p.Declare) -> p.Reply:
+        return p.Declared(await self._store.declare(m.namespace))
+
+    def _match(self, m: p.Match) -> Answer:
+        return p.Matched(*self._store.match(m.namespace_id, m.keys, m.key_bytes))
+
+    def _get(self, m: p.Get) -> Answer:
+        found = self._store.get(
+            self.holder, m.namespace_id, m.keys, m.key_bytes,
+            timeout_s=_bounded(m.timeout_s), stream=m.stream, wait_for_writers=m.wait_for_writers,
+        )  # fmt: skip
+        return _leased(found) if isinstance(found, Found) else self._leased_later(found)
+
+    async def _leased_later(self, found: Awaitable[Found]) -> p.Reply:
+        return _leased(await found)
+
+    async def _wait(self, m: p.Wait) -> p.Reply:
+        return p.Waited(
+            await self._store.readers.wait(
+                self.holder, m.lease_id, m.index, m.start, m.end, _bounded(m.timeout_s)
+            )
+        )
+
+    def _release(self, m: p.Release) -> Answer:
+        ended = self._store.readers.release(self.holder, m.lease_ids)
+        return p.Done(ended + self._store.writers.acknowledge(self.holder, m.extents))
+
+    async def _reserve(self, m: p.Reserve) -> p.Reply:
+        state = self._store.state(m.namespace_id)
+        keys = self._store.split(m.namespace_id, m.keys, m.key_bytes)
+        reservation = await self._store.writers.reserve(
+            self.holder, state, keys,
+            parent_key=m.parent, tail_tokens=m.tail_tokens, retention=Retention.parse(m.retention),
+            timeout_s=_bounded(m.timeout_s), group=(m.group, m.epoch) if m.group else None,
+            parts=tuple(m.parts),
+        )  # fmt: skip
+        self.reservation_ids.add(reservation.reservation_id)
+        return _reserved(reservation, self._store.writers.ttl_s)
+
+    def _seal_parts(self, m: p.SealParts) -> Answer:
+        self._store.writers.seal_parts(self.holder, m.reservation_id, m.index, m.parts)
+        return p.Done(len(m.parts))
+
+    async def _seal(self, m: p.Seal) -> p.Reply:
+        self.reservation_ids.discard(m.reservation_id)
+        results, reasons = await self._store.writers.seal(
+            self.holder, m.reservation_id, m.digests, m.alive
+        )
+        return p.Sealed(results, reasons)
+
+    def _abort(self, m: p.Abort) -> Answer:
+        self.reservation_ids.discard(m.reservation_id)
+        self._store.writers.abort(self.holder, m.reservation_id, m.alive)
+        return p.Done(1)
+
+    def _exists(self, m: p.Exists) -> Answer:
+        return p.Held(self._store.exists(m.namespace_id, m.keys, m.key_bytes))
+
+    def _drop(self, m: p.Drop) -> Answer:
+        return p.Done(self._store.drop(m.namespace_id, m.keys, m.key_bytes, m.tier))
+
+    def _pin(self, m: p.Pin) -> Answer:
+        return p.Done(self._store.pin(m.namespace_id, m.keys, m.key_bytes, _bounded(m.ttl_s)))
+
+    def _prefetch(self, m: p.Prefetch) -> Answer:
+        return p.Done(self._store.prefetch(m.namespace_id, m.keys, m.key_bytes))
+
+    def _stat(self, m: p.Stat) -> Answer:
+        return p.Report({"blobs": self._store.stat(m.namespace_id, m.keys, m.key_bytes)})
+
+    def _stats(self, m: p.Stats) -> Answer:
+        return p.Report(self._store.stats())
+
+    async def _verify(self, m: p.Verify) -> p.Reply:
+        return p.Report(await self._store.verify(_bounded(m.timeout_s)))
+
+
+def _bounded(seconds: float) -> float:
+    """`seconds` if it is a time that may be asked for; InvalidRequest otherwise (NaN too)."""
+    if not 0 <= seconds <= TIMEOUT_MAX_S:
+        raise InvalidRequest(f"{seconds} s is not between 0 and {TIMEOUT_MAX_S:.0f} s")
+    return seconds
+
+
+def _failed(error: BlobStoreError) -> p.Failed:
+    retry_after_s = error.retry_after_s if isinstance(error, Retryable) else 0.0
+    return p.Failed(error.code, str(error), retry_after_s)
+
+
+def _leased(found: Found) -> p.Leased:
+    return p.Leased(found.lease_id, found.extents, found.reason, found.served)
+
+
+def _reserved(reservation: Reservation, ttl_s: float) -> p.Reserved:
+    extents = b"".join(
+        slot.draft.record.extent_bytes() if slot.draft is not None else _NO_EXTENT
+        for slot in reservation.slots
+    )
+    reasons = [slot.reason for slot in reservation.slots]
+    return p.Reserved(reservation.reservation_id, extents, reasons, ttl_s)
+
+
+_NO_EXTENT = p.NO_EXTENT.to_bytes(8, "little") + bytes(8)

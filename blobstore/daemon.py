@@ -1,0 +1,123 @@
+"""The daemon's process: what is claimed, opened, announced and drained, in which order.
+
+The store and its doors do the work. This module owns the process around them:
+signals, the socket's place, limits and the log.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import uvloop
+
+from blobstore.config import Config
+from blobstore.errors import SetupError
+from blobstore.local_door import LocalDoor
+from blobstore.settings import StoreSettings
+from blobstore.sizing import settings_for
+from blobstore.socket_claim import claim
+from blobstore.store import Store
+from blobstore.units import format_size
+
+log = logging.getLogger(__name__)
+
+_PRIVATE = 0o077
+"""umask: what the daemon creates is for its own user. The door widens its socket if asked to."""
+
+
+def run(config: Config, announce: Callable[[str], None]) -> None:
+    """Serve until SIGTERM or SIGINT, then drain.
+
+    `announce` gets the socket's address once clients may connect. Raises
+    SetupError (or another typed error) if the daemon cannot start as asked;
+    nothing is left behind then.
+    """
+    settings = settings_for(config)
+    os.umask(_PRIVATE)
+    _prepare(settings.data_dir)
+    _raise_descriptor_limit()
+    with claim(config.local.socket):
+        uvloop.run(_serve(config, settings, announce))
+
+
+def _prepare(data_dir: Path) -> None:
+    try:
+        data_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(
+            f"cannot create the data directory {data_dir}: {error.strerror}: give --data a "
+            "directory that this user may create"
+        ) from error
+    if not os.access(data_dir, os.R_OK | os.W_OK | os.X_OK):
+        raise SetupError(
+            f"the data directory {data_dir} is not writable for user {os.geteuid()}: "
+            "change its owner, or give --data another one"
+        )
+
+
+def _raise_descriptor_limit() -> None:
+    """Every client costs a socket and a pidfd: use all that the hard limit grants."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+class _Stop:
+    """The first SIGTERM or SIGINT asks for a drain, the second to hurry, a third kills."""
+
+    def __init__(self) -> None:
+        self.asked = asyncio.Event()
+        self.hurry = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.add_signal_handler(number, self._signalled)
+
+    def _signalled(self) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            return
+        self.hurry.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+
+async def _serve(config: Config, settings: StoreSettings, announce: Callable[[str], None]) -> None:
+    stop = _Stop()
+    store = await Store.open(settings)
+    door = LocalDoor(store, config.local.socket, uids=config.local.uids)
+    try:
+        await door.start()
+        log.info(
+            "pid %d: dram %s, ssd %s at %s",
+            *(os.getpid(), format_size(settings.dram_bytes)),
+            *(format_size(settings.ssd_bytes) if settings.ssd_bytes else "off", settings.data_dir),
+        )
+        announce(f"unix:{config.local.socket}")
+        await stop.asked.wait()
+        log.info("draining for up to %g s; signal again to stop at once", config.times.drain_s)
+    finally:
+        await _drain(store, door, config.times.drain_s, stop.hurry)
+
+
+async def _drain(store: Store, door: LocalDoor, drain_s: float, hurry: asyncio.Event) -> None:
+    """Refuse new requests, finish those in flight, flush, close; at once if `hurry` is set."""
+    closing = asyncio.ensure_future(_close(store, door, drain_s))
+    hurried = asyncio.ensure_future(hurry.wait())
+    await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
+    hurried.cancel()
+    if not closing.done():
+        closing.cancel()
+        await asyncio.wait({closing})
+        await _close(store, door, 0.0)
+    await closing
+
+
+async def _close(store: Store, door: LocalDoor, drain_s: float) -> None:
+    await door.close(drain_s)
+    await store.close(drain_s=drain_s)

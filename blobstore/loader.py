@@ -1,0 +1,189 @@
+"""Bringing blobs from SSD into DRAM: one load per blob, whoever asks.
+
+Reads go straight into the arena in megabyte steps on worker threads, and every
+piece is checked against its digest before anyone may see it. A load belongs to
+the store, not to the caller that started it: cancelling the caller strands
+nobody. Used on the event loop only, but for the methods marked as work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from blobstore.counters import Counters
+from blobstore.digest import PIECE_BYTES, first_bad_piece, payload_digest
+from blobstore.errors import Corrupt, StorageFailed
+from blobstore.fill import Fill
+from blobstore.index import Record
+from blobstore.residency import Residency
+from blobstore.tiering.ssd import SsdTier
+from blobstore.tiering.tier import Extent
+
+STEP_BYTES = 8 * PIECE_BYTES
+"""One read: long enough that the cost of handing it to a thread does not show."""
+
+STREAM_STEP_BYTES = 2 * PIECE_BYTES
+"""One read of a load that somebody follows layer by layer."""
+
+
+@dataclass(slots=True)
+class _Load:
+    record: Record
+    fill: Fill
+    steps_left: int
+    failure: str = ""
+
+
+class Loader:
+    """Loads from one SSD tier into the arena."""
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        arena: memoryview,
+        residency: Residency,
+        counters: Counters,
+        pool: Executor,
+        lanes: int,
+        on_corrupt: Callable[[Record], None],
+        clock: Callable[[], float],
+    ) -> None:
+        self._ssd = ssd
+        self._arena = arena
+        self._residency = residency
+        self._counters = counters
+        self._pool = pool
+        self._lanes = lanes
+        self._on_corrupt = on_corrupt
+        self._clock = clock
+        self._tasks: set[asyncio.Task[None]] = set()
+        self.bytes_per_s = 1e9
+        """Smoothed rate of recent loads, for estimates."""
+
+    def begin(self, records: Sequence[Record], *, stream: bool) -> int:
+        """Start to load blobs that are on SSD alone; how many leading ones found room.
+
+        The caller keeps all of them pinned during this call; each load then
+        holds its own pin until it has ended. Follow `record.fill`.
+        """
+        n = len(records)
+        if not self._residency.take(records, loading=True):
+            n = 0
+            while n < len(records) and self._residency.take(records[n : n + 1], loading=True):
+                n += 1
+        loads = [self._open(record) for record in records[:n]]
+        if loads:
+            task = asyncio.get_running_loop().create_task(self._run(loads, stream))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        return n
+
+    async def close(self) -> None:
+        """Wait for the loads in flight."""
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def _open(self, record: Record) -> _Load:
+        ends = [*range(PIECE_BYTES, record.nbytes, PIECE_BYTES), record.nbytes]
+        record.fill = Fill(ends if record.nbytes else [])
+        self._residency.pin(record)
+        return _Load(record, record.fill, 0)
+
+    async def _run(self, loads: Sequence[_Load], stream: bool) -> None:
+        started_s = self._clock()
+        steps = list(_plan(loads, stream))
+        for load, _, _ in steps:
+            load.steps_left += 1
+        queue = iter(steps)
+        await asyncio.gather(*(self._lane(queue) for _ in range(min(self._lanes, len(steps)))))
+        nbytes = sum(load.record.nbytes for load in loads)
+        elapsed_s = self._clock() - started_s
+        if elapsed_s > 0 and nbytes >= PIECE_BYTES:
+            self.bytes_per_s += 0.3 * (nbytes / elapsed_s - self.bytes_per_s)
+
+    async def _lane(self, queue: Iterator[tuple[_Load, int, int]]) -> None:
+        loop = asyncio.get_running_loop()
+        for load, start, end in queue:
+            if not load.failure:
+                work = loop.run_in_executor(self._pool, self._read, load.record, start, end)
+                try:
+                    await work
+                except Corrupt:
+                    self._fail(load, "corrupt")
+                except StorageFailed:
+                    self._counters.ssd_errors += 1
+                    self._fail(load, "io_error")
+                else:
+                    load.fill.mark(start // PIECE_BYTES, -(-end // PIECE_BYTES))
+            load.steps_left -= 1
+            if load.steps_left == 0:
+                self._end(load)
+
+    def _read(self, record: Record, start: int, end: int) -> None:
+        """Read and check one step (work). Raises Corrupt or StorageFailed."""
+        assert record.dram is not None
+        into = self._arena[record.dram.offset + start : record.dram.offset + end]
+        # A second read tells a fault on the way from one on the disk.
+        for _ in range(2):
+            if isinstance(record.ssd, Extent):
+                self._ssd.read(record.ssd, start, into)
+            else:
+                self._ssd.read_inline(record.ns.id, record.key, into)
+            if first_bad_piece(into, start // PIECE_BYTES, record.pieces) is None:
+                break
+        else:
+            raise Corrupt(f"blob {record.key.hex()[:12]} on ssd fails its digest")
+        if payload_digest(record.nbytes, record.pieces) != record.digest:
+            raise Corrupt(f"blob {record.key.hex()[:12]}: piece digests contradict the payload's")
+
+    def _fail(self, load: _Load, reason: str) -> None:
+        load.failure = load.failure or reason
+        load.fill.fail(reason)
+
+    def _end(self, load: _Load) -> None:
+        """All steps of a load are over: show the blob, or take back the room."""
+        record = load.record
+        record.fill = None
+        if load.failure:
+            if load.failure == "corrupt":
+                self._counters.corrupt += 1
+                self._on_corrupt(record)
+        elif not record.gone:
+            assert record.dram is not None
+            record.show_in_dram(record.dram)
+            self._counters.loaded_blobs += 1
+            self._counters.loaded_bytes += record.nbytes
+            load.fill.finish()
+        else:
+            load.fill.fail("dropped")
+        self._residency.unpin(record)
+
+
+def _plan(loads: Sequence[_Load], stream: bool) -> Iterator[tuple[_Load, int, int]]:
+    """The steps of all loads: blob after blob, or by layers across blobs when streamed."""
+    per_load = [[(load, *step) for step in _steps(load.record, stream)] for load in loads]
+    if not stream:
+        for steps in per_load:
+            yield from steps
+        return
+    for turn in zip_longest(*per_load):
+        yield from (step for step in turn if step is not None)
+
+
+def _steps(record: Record, stream: bool) -> Iterator[tuple[int, int]]:
+    """Byte ranges that end on piece borders; when streamed the first holds just the first part."""
+    start, step = 0, STREAM_STEP_BYTES if stream else STEP_BYTES
+    if stream:
+        first_part = record.ns.layout.parts(record.tokens)[0].nbytes
+        start = min(-(-first_part // PIECE_BYTES) * PIECE_BYTES, record.nbytes)
+        if start:
+            yield 0, start
+    if record.nbytes == 0:
+        yield 0, 0
+    while start < record.nbytes:
+        yield start, min(start + step, record.nbytes)
+        start += step

@@ -1,0 +1,260 @@
+"""Reading blobs: leases on what is in DRAM, loads for what is on SSD, waits for what is written.
+
+A lease gives the leading blobs of a chain, exactly as many as are readable, and
+pins as few records as hold them all (a leaf holds its ancestors). Used on the
+event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from blobstore.counters import Counters
+from blobstore.errors import Busy, InvalidRequest
+from blobstore.holder import Holder, Lease
+from blobstore.index import Index, NamespaceState, Record
+from blobstore.loader import Loader
+from blobstore.residency import Residency
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a get gave: `extents` packed, the tier each blob came from, why it ends there."""
+
+    lease_id: int
+    extents: bytes
+    reason: str
+    served: dict[str, int]
+
+
+class Readers:
+    """All leases of the store."""
+
+    def __init__(
+        self,
+        index: Index,
+        residency: Residency,
+        loader: Loader | None,
+        counters: Counters,
+        clock: Callable[[], float],
+        leases_per_holder_max: int,
+    ) -> None:
+        self._index = index
+        self._residency = residency
+        self._loader = loader
+        self._counters = counters
+        self._clock = clock
+        self._leases_per_holder_max = leases_per_holder_max
+        self._next_id = 1
+        self.count = 0
+
+    def get(
+        self,
+        holder: Holder,
+        ns: NamespaceState,
+        keys: bytes,
+        key_bytes: int,
+        *,
+        timeout_s: float,
+        stream: bool = False,
+        wait_for_writers: bool = False,
+    ) -> Found | Awaitable[Found]:
+        """Lease the leading blobs: at once if all are in DRAM, else once they are or time is up.
+
+        With `stream` the answer comes when room is reserved; follow it by `wait`.
+        """
+        if len(holder.leases) >= self._leases_per_holder_max:
+            raise Busy(f"this client holds {len(holder.leases)} leases, the most it may")
+        self._counters.gets += 1
+        leaf = ns.blobs.get(keys[-key_bytes:])
+        if leaf is not None and leaf.packed:
+            extents = _resident_chain(leaf, keys, len(keys) // key_bytes)
+            if extents is not None:
+                n = len(keys) // key_bytes
+                self._count_hits(ns, "dram", n, extents)
+                lease_id = self._lease(holder, [leaf], [])
+                self._residency.pin(leaf)
+                return Found(lease_id, extents, "", {"dram": n})
+        return self._get_slowly(
+            holder, ns, keys, key_bytes, self._clock() + timeout_s, stream, wait_for_writers
+        )
+
+    async def wait(
+        self, holder: Holder, lease_id: int, index: int, start: int, end: int, timeout_s: float
+    ) -> str:
+        """Wait until bytes of blob `index` of a lease are readable ("") or why they are not."""
+        lease = holder.leases.get(lease_id)
+        if lease is None:
+            raise InvalidRequest(f"lease {lease_id} is unknown, or was released")
+        if not lease.items:
+            return ""
+        if not 0 <= index < len(lease.items):
+            raise InvalidRequest(f"blob {index} of a lease of {len(lease.items)}")
+        record = lease.items[index]
+        if record.packed:
+            return ""
+        fill = record.fill
+        if fill is None:
+            return "gone" if record.gone else "failed"
+        why = await _within(fill.wait(start, end), timeout_s)
+        return "" if fill.is_ready(start, end) else fill.failure or why
+
+    def release(self, holder: Holder, lease_ids: Sequence[int]) -> int:
+        """End leases; unknown ones are ignored. How many were ended."""
+        ended = 0
+        for lease_id in lease_ids:
+            lease = holder.leases.pop(lease_id, None)
+            if lease is not None:
+                ended += 1
+                self.count -= 1
+                for record in lease.pins:
+                    self._residency.unpin(record)
+        return ended
+
+    def prefetch(self, ns: NamespaceState, keys: bytes, key_bytes: int) -> int:
+        """Start to load leading blobs that are on SSD alone; how many are on their way."""
+        items = self._items(ns, keys, key_bytes, wait_for_writers=False)
+        for record in items:
+            self._residency.pin(record)
+        started = self._start_loads(items, stream=False)
+        for record in items:
+            self._residency.unpin(record)
+        return started
+
+    async def _get_slowly(
+        self,
+        holder: Holder,
+        ns: NamespaceState,
+        keys: bytes,
+        key_bytes: int,
+        deadline_s: float,
+        stream: bool,
+        wait_for_writers: bool,
+    ) -> Found:
+        n_asked = len(keys) // key_bytes
+        items = self._items(ns, keys, key_bytes, wait_for_writers=wait_for_writers)
+        reason = "" if len(items) == n_asked else "absent"
+        for record in items:  # nothing of the chain may be evicted while it is put together
+            self._residency.pin(record)
+        try:
+            origins = ["dram" if r.packed else "ssd" if r.ssd is not False else "writer"
+                       for r in items]  # fmt: skip
+            self._start_loads(items, stream=stream)
+            n, why = await self._readable(items, stream, deadline_s)
+            if n < len(items):
+                reason = why
+            leading = items[:n]
+            for tier in set(origins[:n]):
+                of_tier = [r for r, origin in zip(leading, origins, strict=False) if origin == tier]
+                self._count_hits(ns, tier, len(of_tier), b"", sum(r.nbytes for r in of_tier))
+            if reason:
+                self._counters.missed_blobs[reason] += n_asked - n
+            unsealed = any(not record.packed for record in leading)
+            pins = list(leading) if unsealed else _pins(leading)
+            for record in pins:
+                self._residency.pin(record)
+            lease_id = self._lease(holder, pins, leading if unsealed else []) if n else 0
+            return Found(lease_id, _extents(leading), reason, dict(Counter(origins[:n])))
+        finally:
+            for record in items:
+                self._residency.unpin(record)
+
+    def _items(
+        self, ns: NamespaceState, keys: bytes, key_bytes: int, *, wait_for_writers: bool
+    ) -> list[Record]:
+        """The leading blobs that are held, or (if waited for) being written."""
+        items: list[Record] = []
+        for start in range(0, len(keys), key_bytes):
+            key = keys[start : start + key_bytes]
+            record = ns.blobs.get(key)
+            if record is None or record.hole:
+                drafts = ns.drafts.get(key) if wait_for_writers else None
+                if not drafts:
+                    break
+                record = drafts[0]
+            items.append(record)
+        return items
+
+    def _start_loads(self, items: Sequence[Record], *, stream: bool) -> int:
+        cold = [r for r in items if r.dram is None and r.fill is None and r.ssd is not False]
+        if not cold or self._loader is None:
+            return 0
+        return self._loader.begin(cold, stream=stream)
+
+    async def _readable(
+        self, items: Sequence[Record], stream: bool, deadline_s: float
+    ) -> tuple[int, str]:
+        """How many leading items a lease may give, and why no more."""
+        for n, record in enumerate(items):
+            if record.packed:
+                continue
+            fill = record.fill
+            if fill is None:
+                return n, "failed" if record.dram is not None or record.hole else "no_room"
+            if not stream:
+                why = await _within(fill.wait_end(), deadline_s - self._clock())
+                if not record.packed:
+                    return n, why or fill.failure or "gone"
+        return len(items), ""
+
+    def _lease(self, holder: Holder, pins: list[Record], items: list[Record]) -> int:
+        lease_id = self._next_id
+        self._next_id += 1
+        holder.leases[lease_id] = Lease(lease_id, pins, items)
+        self.count += 1
+        return lease_id
+
+    def _count_hits(
+        self, ns: NamespaceState, tier: str, n: int, extents: bytes, nbytes: int | None = None
+    ) -> None:
+        counters = self._counters
+        if nbytes is None:
+            nbytes = n * ns.full_bytes
+        counters.hit_blobs[tier] += n
+        counters.hit_bytes[tier] += nbytes
+        counters.hit_tokens[tier] += n * ns.namespace.tokens_per_blob
+
+
+def _resident_chain(leaf: Record, keys: bytes, n: int) -> bytes | None:
+    """Packed extents of the `n` blobs that end at `leaf`, if all are in DRAM under `keys`."""
+    extents: list[bytes] = []
+    found: list[bytes] = []
+    node: Record | None = leaf
+    for _ in range(n):
+        if node is None or not node.packed:
+            return None
+        extents.append(node.packed)
+        found.append(node.key)
+        node = node.parent
+    found.reverse()
+    if b"".join(found) != keys:
+        return None
+    extents.reverse()
+    return b"".join(extents)
+
+
+def _pins(items: Sequence[Record]) -> list[Record]:
+    """The records that hold all of `items`: those which the next one does not continue."""
+    following = [*items[1:], None]
+    return [
+        record
+        for record, after in zip(items, following, strict=True)
+        if after is None or after.parent is not record
+    ]
+
+
+def _extents(items: Sequence[Record]) -> bytes:
+    return b"".join(record.extent_bytes() for record in items)
+
+
+async def _within(work: Coroutine[Any, Any, object], remaining_s: float) -> str:
+    """Await `work` for at most `remaining_s`: "" or "deadline"."""
+    try:
+        await asyncio.wait_for(work, max(remaining_s, 0.0))
+    except TimeoutError:
+        return "deadline"
+    return ""

@@ -1,0 +1,471 @@
+"""The store of one node: composes index, tiers and movers behind one set of verbs.
+
+Both doors call it. Everything here runs on one event loop; bytes are moved and
+hashed by worker threads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime
+from typing import Any
+
+from blobstore.counters import Counters
+from blobstore.errors import Busy, InvalidRequest
+from blobstore.holder import Holder
+from blobstore.index import Index, NamespaceState, Record, Retention
+from blobstore.loader import Loader
+from blobstore.namespace import Namespace
+from blobstore.readers import Found, Readers
+from blobstore.residency import Residency
+from blobstore.scrub import Scrub
+from blobstore.settings import StoreSettings
+from blobstore.tiering.arena import Arena
+from blobstore.tiering.disk import Disk
+from blobstore.tiering.dram import DramTier
+from blobstore.tiering.policy import LeafLru
+from blobstore.tiering.ssd import SsdTier
+from blobstore.writeback import Writeback
+from blobstore.writers import Writers
+
+TICK_S = 0.5
+MAINTAIN_S = 60.0
+HASH_LANES = 2
+KEY_BYTES = range(8, 65)
+NAMESPACES_MAX = 100_000
+
+
+def _wall_clock() -> float:
+    return datetime.now(UTC).timestamp()
+
+
+class Store:
+    """All blobs of this node. Made by `open`; use it on the loop that opened it.
+
+    Methods that take a `holder` act for one client process (`attach`). Keys of
+    one call are packed, root side first, and of equal length.
+    """
+
+    def __init__(
+        self,
+        settings: StoreSettings,
+        arena: Arena,
+        ssd: SsdTier | None,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        self.settings = settings
+        self.arena = arena
+        self.boot_id = secrets.randbits(63) | 1
+        self.counters = Counters()
+        self.index = Index()
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._ssd = ssd
+        self._dram = DramTier(arena, staging_bytes=settings.staging_quota_bytes)
+        self.residency = Residency(self._dram, LeafLru(), self.index, self.counters, clock)
+        threads = settings.io_threads
+        self._read_pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
+        self._write_pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
+        self._hash_pool = ThreadPoolExecutor(HASH_LANES, thread_name_prefix="hash")
+        self._loader: Loader | None = None
+        self._writeback: Writeback | None = None
+        if ssd is not None:
+            self._loader = Loader(
+                ssd, arena.view, self.residency, self.counters, self._read_pool, threads,
+                self._quarantine, clock,
+            )  # fmt: skip
+            self._writeback = Writeback(
+                ssd, arena.view, self.residency, self.index, LeafLru(), self.counters,
+                self._write_pool, threads, clock, lambda: wall_clock() - clock(),
+            )  # fmt: skip
+            self.residency.on_settled = self._writeback.settle
+        self._readers = Readers(
+            self.index, self.residency, self._loader, self.counters, clock,
+            settings.max_leases_per_client,
+        )  # fmt: skip
+        self._writers = Writers(
+            self.index, self.residency, self._writeback, arena.view, self.counters,
+            self._hash_pool, HASH_LANES, clock, settings.reservation_ttl_s,
+            settings.lent_quota_bytes,
+        )  # fmt: skip
+        self._scrub = Scrub(ssd, arena.view, self.index, self.residency, self._quarantine,
+                            self._read_pool, clock)  # fmt: skip
+        self._holders: dict[object, Holder] = {}
+        self._pinned_until: dict[Record, float] = {}
+        self._ticker: asyncio.Task[None] | None = None
+        self._maintain_at_s = clock() + MAINTAIN_S
+        self._started_s = clock()
+
+    @classmethod
+    async def open(
+        cls,
+        settings: StoreSettings,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = _wall_clock,
+        disk: Disk | None = None,
+    ) -> Store:
+        """Allocate the arena, open and recover the SSD tier, start the movers.
+
+        Raises SetupError (or a subclass) with nothing left behind.
+        """
+        loop = asyncio.get_running_loop()
+        arena = await loop.run_in_executor(None, lambda: _make_arena(settings))
+        ssd = None
+        try:
+            if settings.ssd_bytes:
+                ssd = await loop.run_in_executor(
+                    None,
+                    lambda: SsdTier.open(
+                        settings.data_dir, settings.ssd_bytes, disk=disk, wall_clock=wall_clock
+                    ),
+                )
+            store = cls(settings, arena, ssd, clock, wall_clock)
+            store._adopt_rows()
+        except BaseException:
+            if ssd is not None:
+                ssd.close()
+            arena.close()
+            raise
+        if store._writeback is not None:
+            store._writeback.start()
+        store._ticker = loop.create_task(store._tick_forever())
+        return store
+
+    async def close(self, *, flush_s: float = 10.0) -> None:
+        """Write dirty blobs for at most `flush_s`, then stop. The arena is unmapped."""
+        if self._ticker is not None:
+            self._ticker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._ticker
+            self._ticker = None
+        if self._loader is not None:
+            await self._loader.close()
+        if self._writeback is not None:
+            await self._writeback.close(flush_s)
+        loop = asyncio.get_running_loop()
+        for pool in (self._read_pool, self._write_pool, self._hash_pool):
+            await loop.run_in_executor(None, pool.shutdown)
+        if self._ssd is not None:
+            await loop.run_in_executor(None, self._ssd.close)
+        self.arena.close()
+
+    def attach(self, token: object, *, pid: int, name: str) -> Holder:
+        """The holder for one process, made if new; each connection attaches once."""
+        holder = self._holders.get(token)
+        if holder is None:
+            if len(self._holders) >= self.settings.max_clients:
+                raise Busy(f"{len(self._holders)} clients are connected, the most there may be")
+            holder = self._holders[token] = Holder(token, pid, name)
+        holder.connections += 1
+        return holder
+
+    def detach(self, holder: Holder, reservation_ids: Iterable[int]) -> None:
+        """A connection ended: what it reserved expires. Extents and leases wait for `gone`."""
+        holder.connections -= 1
+        for reservation_id in reservation_ids:
+            reservation = holder.reservations.get(reservation_id)
+            if reservation is not None:
+                self._writers.give_up(reservation, "writer_gone")
+
+    def gone(self, holder: Holder) -> None:
+        """The process has exited: its leases end and all that it was lent comes back."""
+        self._readers.release(holder, list(holder.leases))
+        self._writers.holder_gone(holder)
+        self._holders.pop(holder.token, None)
+
+    async def declare(self, encoded: bytes) -> bytes:
+        """Declare a namespace by its canonical encoding; its id."""
+        namespace = Namespace.decode(encoded)
+        if namespace.id not in self.index.namespaces:
+            if len(self.index.namespaces) >= NAMESPACES_MAX:
+                raise Busy(f"{NAMESPACES_MAX} namespaces are declared, the most there may be")
+            state = self.index.declare(namespace)
+            if self._ssd is not None:
+                await asyncio.get_running_loop().run_in_executor(
+                    self._write_pool, self._ssd.declare, state.id, encoded
+                )
+        return namespace.id
+
+    def match(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> tuple[int, int, float]:
+        """Leading blobs held, how many of them in DRAM, seconds to have them all there."""
+        state = self._checked(namespace_id, keys, key_bytes)
+        self.counters.matches += 1
+        n = self.index.leading(state, keys, key_bytes)
+        warm = self.index.warm(state, keys, key_bytes, n)
+        eta_s = 0.0
+        if warm < n and self._loader is not None:
+            eta_s = (n - warm) * state.full_bytes / self._loader.bytes_per_s
+        return n, warm, eta_s
+
+    def get(
+        self,
+        holder: Holder,
+        namespace_id: bytes,
+        keys: bytes,
+        key_bytes: int,
+        *,
+        timeout_s: float,
+        stream: bool = False,
+        wait_for_writers: bool = False,
+    ) -> Found | Awaitable[Found]:
+        """Lease the leading blobs (see Readers.get)."""
+        state = self._checked(namespace_id, keys, key_bytes)
+        return self._readers.get(
+            holder, state, keys, key_bytes,
+            timeout_s=timeout_s, stream=stream, wait_for_writers=wait_for_writers,
+        )  # fmt: skip
+
+    @property
+    def readers(self) -> Readers:
+        """Leases."""
+        return self._readers
+
+    @property
+    def writers(self) -> Writers:
+        """Reservations."""
+        return self._writers
+
+    def state(self, namespace_id: bytes) -> NamespaceState:
+        """The declared namespace with this id; UnknownNamespace otherwise."""
+        return self.index.namespace(namespace_id)
+
+    def split(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> list[bytes]:
+        """The packed keys one by one, checked."""
+        self._checked(namespace_id, keys, key_bytes)
+        return _split(keys, key_bytes)
+
+    def exists(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> bytes:
+        """One byte per key: 1 if held."""
+        get = self._checked(namespace_id, keys, key_bytes).blobs.get
+        return bytes(
+            (record := get(key)) is not None and record.held for key in _split(keys, key_bytes)
+        )
+
+    def drop(self, namespace_id: bytes, keys: bytes, key_bytes: int, tier: str = "") -> int:
+        """Free the blobs and all that continue them (those under a lease when it ends).
+
+        With `tier` "dram", only DRAM copies of blobs that are on SSD too. How
+        many blobs it took effect on.
+        """
+        blobs = self._checked(namespace_id, keys, key_bytes).blobs
+        if tier not in ("", "dram"):
+            raise InvalidRequest(f"unknown tier {tier!r}: use dram, or none for all")
+        named = [record for key in _split(keys, key_bytes) if (record := blobs.get(key))]
+        if tier:
+            return sum(self.residency.demote(record) for record in reversed(named))
+        dropped = 0
+        for record in named:
+            if not record.gone:
+                dropped += self._drop_subtree(record)
+        return dropped
+
+    def pin(self, namespace_id: bytes, keys: bytes, key_bytes: int, ttl_s: float) -> int:
+        """Keep the blobs that are held from eviction for `ttl_s`; 0 ends it. How many."""
+        blobs = self._checked(namespace_id, keys, key_bytes).blobs
+        found = [r for key in _split(keys, key_bytes) if (r := blobs.get(key)) and r.held]
+        for record in found:
+            if ttl_s > 0:
+                if record not in self._pinned_until:
+                    self.residency.pin(record)
+                self._pinned_until[record] = self._clock() + ttl_s
+            elif self._pinned_until.pop(record, None) is not None:
+                self.residency.unpin(record)
+        return len(found)
+
+    def prefetch(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> int:
+        """Start to bring the leading blobs into DRAM; how many are on their way."""
+        state = self._checked(namespace_id, keys, key_bytes)
+        return self._readers.prefetch(state, keys, key_bytes)
+
+    def stat(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> list[dict[str, Any]]:
+        """Facts about each blob, for people; {} where nothing is known."""
+        blobs = self._checked(namespace_id, keys, key_bytes).blobs
+        now_s = self._clock()
+        return [
+            _facts(record, now_s) if (record := blobs.get(key)) is not None else {}
+            for key in _split(keys, key_bytes)
+        ]
+
+    async def verify(self, timeout_s: float) -> dict[str, Any]:
+        """Read every blob back and check its digests; a report."""
+        return await self._scrub.run(timeout_s)
+
+    def stats(self) -> dict[str, Any]:
+        """Counters and gauges, as plain values."""
+        records = self.index.count()
+        tiers = {"dram": self._dram_gauges()}
+        if self._ssd is not None:
+            tiers["ssd"] = self._ssd_gauges(self._ssd)
+        return {
+            "boot_id": self.boot_id,
+            "uptime_s": self._clock() - self._started_s,
+            "blobs": records,
+            "namespaces": len(self.index.namespaces),
+            "holes": self.index.n_holes,
+            "clients": len(self._holders),
+            "leases": self._readers.count,
+            "reservations": self._writers.count,
+            "waiting_for_room": self.residency.waiting,
+            "pinned_bytes": self.residency.pinned_bytes,
+            "lent_bytes": sum(holder.lent_bytes for holder in self._holders.values()),
+            "tiers": tiers,
+            "counters": self.counters.as_dict(),
+        }
+
+    def _dram_gauges(self) -> dict[str, Any]:
+        dram = self._dram
+        return {
+            "capacity_bytes": dram.capacity_bytes,
+            "used_bytes": dram.used_bytes,
+            "free_bytes": dram.free_bytes,
+            "staging_bytes": dram.staging_bytes,
+            "blobs": dram.n_extents,
+            "largest_free_bytes": dram.largest_free_bytes,
+            "fragmentation": dram.fragmentation,
+            "huge_pages": self.settings.huge_pages,
+        }
+
+    def _ssd_gauges(self, ssd: SsdTier) -> dict[str, Any]:
+        dirty_bytes = self._writeback.dirty_bytes if self._writeback is not None else 0
+        return {
+            "capacity_bytes": ssd.capacity_bytes,
+            "used_bytes": ssd.used_bytes,
+            "free_bytes": ssd.free_bytes,
+            "dirty_bytes": dirty_bytes,
+            **ssd.stats(),
+        }
+
+    def tick(self) -> None:
+        """What is due by the clock: expiries and maintenance."""
+        self._writers.expire()
+        now_s = self._clock()
+        for record in [r for r, until_s in self._pinned_until.items() if until_s <= now_s]:
+            del self._pinned_until[record]
+            self.residency.unpin(record)
+        if now_s >= self._maintain_at_s:
+            self._maintain_at_s = now_s + MAINTAIN_S
+            if self._ssd is not None and self._writeback is not None:
+                self._writeback.persist_touches()
+                asyncio.get_running_loop().run_in_executor(self._write_pool, self._ssd.maintain)
+
+    async def _tick_forever(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def _adopt_rows(self) -> None:
+        """Build the index from the catalogue."""
+        if self._ssd is None or self._writeback is None:
+            return
+        for encoded in self._ssd.namespaces().values():
+            self.index.declare(Namespace.decode(encoded))
+        offset_s = self._wall_clock() - self._clock()
+        parents: list[tuple[Record, bytes]] = []
+        for row in self._ssd.rows():
+            state = self.index.namespaces[row.namespace]
+            record = Record(state, row.key, None, row.nbytes, row.tokens)
+            record.digest, record.pieces = row.digest, row.pieces
+            record.retention = Retention.parse(row.retention)
+            record.ssd = True if row.extent is None else row.extent
+            record.last_used = row.last_used_wall_s - offset_s
+            state.blobs[row.key] = record
+            if row.parent:
+                parents.append((record, row.parent))
+        for record, parent_key in parents:
+            parent = record.ns.blobs[parent_key]
+            record.parent = parent
+            parent.adopt(record)
+        self._settle_depths(record for record, _ in parents)
+        for record in self.index.records():
+            if not record.has_children:
+                self._writeback.settle(record)
+
+    @staticmethod
+    def _settle_depths(records: Any) -> None:
+        for record in records:
+            path = []
+            node = record
+            while node.parent is not None and node.depth == 1:
+                path.append(node)
+                node = node.parent
+            for below in reversed(path):
+                below.depth = below.parent.depth + 1
+
+    def _checked(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> NamespaceState:
+        state = self.index.namespaces.get(namespace_id)
+        if state is None:
+            state = self.index.namespace(namespace_id)  # raises
+        if key_bytes not in KEY_BYTES or len(keys) % key_bytes or not keys:
+            raise InvalidRequest(
+                f"{len(keys)} bytes are not one or more keys of {key_bytes} bytes (8 to 64 each)"
+            )
+        return state
+
+    def _drop_subtree(self, top: Record) -> int:
+        subtree = self.index.subtree(top)
+        for record in reversed(subtree):
+            if self._pinned_until.pop(record, None) is not None:
+                self.residency.unpin(record)
+            if self._writeback is not None:
+                self._writeback.remove(record)
+            if not record.gone:  # a hole left bare goes with its last child
+                self.index.discard(record)
+            self.residency.settle(record)
+        if top.parent is not None and not top.parent.gone:
+            self.residency.settle(top.parent)
+        return len(subtree)
+
+    def _quarantine(self, record: Record) -> None:
+        """The copy on SSD fails its digest: it is removed, and the blob if it was the last copy."""
+        if self._writeback is None or record.gone:
+            return
+        self._writeback.remove(record)
+        if record.packed:
+            self._writeback.save(record)
+        else:
+            self.index.lose(record)
+
+
+def _make_arena(settings: StoreSettings) -> Arena:
+    arena = Arena.create(
+        settings.dram_bytes,
+        directory=settings.arena_directory,
+        huge_pages=settings.huge_pages,
+    )
+    try:
+        arena.populate()
+    except BaseException:
+        arena.close()
+        raise
+    return arena
+
+
+def _split(keys: bytes, key_bytes: int) -> list[bytes]:
+    return [keys[start : start + key_bytes] for start in range(0, len(keys), key_bytes)]
+
+
+def _facts(record: Record, now_s: float) -> dict[str, Any]:
+    return {
+        "key": record.key.hex(),
+        "parent": record.parent.key.hex() if record.parent is not None else "",
+        "depth": record.depth,
+        "tokens": record.tokens,
+        "nbytes": record.nbytes,
+        "digest": record.digest.hex(),
+        "retention": record.retention.name.lower(),
+        "tiers": [
+            tier
+            for tier, there in (("dram", record.packed != b""), ("ssd", record.ssd is not False))
+            if there
+        ],
+        "pins": record.pins,
+        "dirty": record.dirty,
+        "idle_s": max(0.0, now_s - record.last_used),
+    }
