@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The transport is ready."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's own class, of its shape
+        self._transport = cast("asyncio.Transport", transport)  # uvloop's own class, of its shape
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer left, or `close` was called."""

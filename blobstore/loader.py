@@ -150,7 +150,6 @@ class Loader:
         record.fill = None
         if load.failure:
             if load.failure == "corrupt":
-                self._counters.corrupt += 1
                 self._on_corrupt(record)
         elif not record.gone:
             assert record.dram is not None

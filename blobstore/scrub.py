@@ -28,6 +28,7 @@ class Scrub:
         index: Index,
         residency: Residency,
         quarantine: Callable[[Record], None],
+        quarantine_dram: Callable[[Record], None],
         pool: Executor,
         clock: Callable[[], float],
     ) -> None:
@@ -36,6 +37,7 @@ class Scrub:
         self._index = index
         self._residency = residency
         self._quarantine = quarantine
+        self._quarantine_dram = quarantine_dram
         self._pool = pool
         self._clock = clock
 
@@ -65,6 +67,7 @@ class Scrub:
                 report["bytes"] += record.nbytes
                 if not await loop.run_in_executor(self._pool, self._dram_is_good, record):
                     self._note(record, "dram", report)
+                    self._quarantine_dram(record)
             if record.ssd is not False:
                 report["copies"] += 1
                 report["bytes"] += record.nbytes

@@ -82,7 +82,8 @@ class Store:
             )  # fmt: skip
             self._writeback = Writeback(
                 ssd, arena.view, self.residency, self.index, LeafLru(), self.counters,
-                self._write_pool, threads, clock, lambda: wall_clock() - clock(),
+                self._write_pool, threads, self._quarantine_dram, clock,
+                lambda: wall_clock() - clock(),
             )  # fmt: skip
             self.residency.on_settled = self._writeback.settle
         self._readers = Readers(
@@ -94,8 +95,10 @@ class Store:
             self._hash_pool, HASH_LANES, clock, settings.reservation_ttl_s,
             settings.lent_quota_bytes,
         )  # fmt: skip
-        self._scrub = Scrub(ssd, arena.view, self.index, self.residency, self._quarantine,
-                            self._read_pool, clock)  # fmt: skip
+        self._scrub = Scrub(
+            ssd, arena.view, self.index, self.residency, self._quarantine, self._quarantine_dram,
+            self._read_pool, clock,
+        )  # fmt: skip
         self._holders: dict[object, Holder] = {}
         self._pinned_until: dict[Record, float] = {}
         self._ticker: asyncio.Task[None] | None = None
@@ -426,11 +429,22 @@ class Store:
         """The copy on SSD fails its digest: it is removed, and the blob if it was the last copy."""
         if self._writeback is None or record.gone:
             return
+        self.counters.corrupt += 1
         self._writeback.remove(record)
         if record.packed:
             self._writeback.save(record)
         else:
             self.index.lose(record)
+
+    def _quarantine_dram(self, record: Record) -> None:
+        """The copy in DRAM fails its digest: nobody gets it any more."""
+        self.counters.corrupt += 1
+        if record.gone:
+            return
+        record.packed = b""
+        if record.ssd is False:
+            self.index.lose(record)
+        self.residency.settle(record)
 
 
 def _make_arena(settings: StoreSettings) -> Arena:

@@ -16,7 +16,8 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 
 from blobstore.counters import Counters
-from blobstore.errors import BlobStoreError, Full, InvalidRequest, StorageFailed
+from blobstore.digest import first_bad_piece
+from blobstore.errors import BlobStoreError, Corrupt, Full, InvalidRequest, StorageFailed
 from blobstore.index import Index, Record, Retention
 from blobstore.residency import Residency
 from blobstore.tiering.policy import Policy
@@ -56,6 +57,7 @@ class Writeback:
         counters: Counters,
         pool: Executor,
         lanes: int,
+        on_corrupt: Callable[[Record], None],
         clock: Callable[[], float],
         wall_offset_s: Callable[[], float],
     ) -> None:
@@ -66,12 +68,15 @@ class Writeback:
         self._policy = policy
         self._counters = counters
         self._pool = pool
+        self._on_corrupt = on_corrupt
         self._clock = clock
         self._wall_offset_s = wall_offset_s
         self._queue: deque[Record] = deque()
         self._written: list[_Written] = []
         self._removals: list[_Removal] = []
         self._touched: set[Record] = set()
+        self._rewrites: set[Record] = set()
+        """On SSD, with a row that does not say yet how long they must be kept."""
         self._durable: dict[Record, list[asyncio.Future[None]]] = {}
         self._work = asyncio.Event()
         self._commit_wanted = asyncio.Event()
@@ -136,7 +141,7 @@ class Writeback:
         Raises Full, StorageFailed or InvalidRequest if that cannot be; the blob
         then stays in DRAM as a standard one.
         """
-        if record.ssd is not False:
+        if record.ssd is not False and record not in self._rewrites:
             return
         node: Record | None = record
         while node is not None and node.ssd is False:
@@ -146,15 +151,29 @@ class Writeback:
         self._suspended_until_s = 0.0  # somebody waits for it: ask the disk again
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._durable.setdefault(record, []).append(done)
-        if not record.dirty:
+        if record.ssd is not False:
+            self._commit_wanted.set()
+        elif not record.dirty:
             self.save(record)
         await done
+
+    def raise_retention(self, record: Record, retention: Retention) -> None:
+        """Keep the record for longer than was asked so far."""
+        was_volatile = record.retention is Retention.VOLATILE
+        record.retention = retention
+        if record.ssd is not False:
+            self._rewrites.add(record)
+            self._commit_wanted.set()
+            self.settle(record)
+        elif was_volatile:
+            self.save(record)
 
     def remove(self, record: Record) -> None:
         """Take the blob's copy off the disk: its row first, then its bytes."""
         if record.ssd is not False:
             self._policy.withdraw(record)
             self._touched.discard(record)
+            self._rewrites.discard(record)
             self._removals.append(_Removal(record.ns.id, record.key, record.ssd))
             record.ssd = False
             self._commit_wanted.set()
@@ -176,7 +195,7 @@ class Writeback:
             self._commit_wanted.set()
 
     def _pending(self) -> bool:
-        return bool(self._queue or self._busy or self._written or self._removals)
+        return bool(self._queue or self._busy or self._written or self._removals or self._rewrites)
 
     def _suspended(self) -> bool:
         return self._clock() < self._suspended_until_s
@@ -195,9 +214,11 @@ class Writeback:
             try:
                 self._written.append(_Written(record, await self._write(record)))
                 self._commit_wanted.set()
-            except (Full, StorageFailed) as error:
+            except (Corrupt, Full, StorageFailed) as error:
                 self._fault(error)
                 self._end(record, error)
+                if isinstance(error, Corrupt):
+                    self._on_corrupt(record)
                 self._residency.unpin(record)
                 self._commit_wanted.set()  # what waits for this one must give up too
             finally:
@@ -206,13 +227,17 @@ class Writeback:
     async def _write(self, record: Record) -> Extent | None:
         """Write the payload; its extent, or None if it goes into the catalogue."""
         if record.nbytes <= INLINE_BYTES_MAX:
+            self._check(record)
             return None
         for attempt in (1, 2):
             extent = await self._room(record.nbytes)
             try:
                 await asyncio.get_running_loop().run_in_executor(
-                    self._pool, self._ssd.write, extent, 0, self._view(record)
+                    self._pool, self._write_checked, record, extent
                 )
+            except Corrupt:
+                self._ssd.free(extent)
+                raise
             except StorageFailed:
                 self._ssd.free(extent)
                 # A disk that others filled has less room than we were given: shed, once.
@@ -222,6 +247,15 @@ class Writeback:
             else:
                 return extent
         raise AssertionError("unreachable")
+
+    def _write_checked(self, record: Record, extent: Extent) -> None:
+        """Check the bytes against their digest and write them (work)."""
+        self._check(record)
+        self._ssd.write(extent, 0, self._view(record))
+
+    def _check(self, record: Record) -> None:
+        if first_bad_piece(self._view(record), 0, record.pieces) is not None:
+            raise Corrupt(f"blob {record.key.hex()[:12]} in dram fails its digest")
 
     async def _room(self, nbytes: int) -> Extent:
         while True:
@@ -283,7 +317,7 @@ class Writeback:
             await self._commit_wanted.wait()
             self._commit_wanted.clear()
             batch = self._committable()
-            if not (batch or self._removals or self._touches_due):
+            if not (batch or self._removals or self._rewrites or self._touches_due):
                 self._committed.set()
                 continue
             self._touches_due = False
@@ -331,10 +365,15 @@ class Writeback:
         leaving, self._leaving_bytes = self._leaving_bytes, 0
         n_touched = min(len(self._touched), TOUCHES_PER_COMMIT_MAX)
         touched = [self._touched.pop() for _ in range(n_touched)]
+        rewrites, self._rewrites = self._rewrites, set()
         offset_s = self._wall_offset_s()
         add = [
-            (self._row(item, offset_s), self._view(item.record) if item.extent is None else None)
-            for item in batch
+            (_row(i.record, i.extent, offset_s), None if i.extent else self._view(i.record))
+            for i in batch
+        ]
+        add += [
+            (_row(r, r.ssd if isinstance(r.ssd, Extent) else None, offset_s), None)
+            for r in rewrites
         ]
         touch = [(r.ns.id, r.key, r.last_used + offset_s) for r in touched if r.ssd is not False]
         self._removing = bool(removals)
@@ -349,6 +388,9 @@ class Writeback:
         except (Full, StorageFailed) as error:
             self._removals = removals + self._removals
             self._leaving_bytes += leaving
+            self._rewrites |= {record for record in rewrites if record.ssd is not False}
+            for record in rewrites:
+                self._tell(record, error)
             for item in batch:
                 if item.extent is not None:
                     self._ssd.free(item.extent)
@@ -359,6 +401,8 @@ class Writeback:
         self._backoff_s = 0.0
         for item in batch:
             self._on_ssd(item)
+        for record in rewrites:
+            self._tell(record, None)
         await self._free(removals)
         self._removing = False
 
@@ -390,9 +434,7 @@ class Writeback:
             record.dirty = False
             self.dirty_bytes -= record.nbytes
         if error is None:
-            for done in self._durable.pop(record, ()):
-                if not done.done():
-                    done.set_result(None)
+            self._tell(record, None)
         else:
             self._give_up(record, error)
         self._residency.settle(record)
@@ -402,14 +444,23 @@ class Writeback:
         if not record.gone and record.retention is not Retention.VOLATILE and not record.unsaved:
             record.unsaved = True
             self._counters.unsaved += 1
+        self._tell(record, error)
+
+    def _tell(self, record: Record, error: BlobStoreError | None) -> None:
+        """Answer those who wait for the record to be durable."""
         for done in self._durable.pop(record, ()):
-            if not done.done():
+            if done.done():
+                continue
+            if error is None:
+                done.set_result(None)
+            else:
                 done.set_exception(error)
 
     def _fault(self, error: BlobStoreError) -> None:
         """A full or failing disk is left alone for a moment, longer each time."""
-        if isinstance(error, StorageFailed):
-            self._counters.ssd_errors += 1
+        if isinstance(error, Corrupt):
+            return
+        self._counters.ssd_errors += isinstance(error, StorageFailed)
         self._backoff_s = min(max(BACKOFF_S, 2 * self._backoff_s), BACKOFF_MAX_S)
         self._suspended_until_s = self._clock() + self._backoff_s
 
@@ -417,21 +468,20 @@ class Writeback:
         assert record.dram is not None
         return self._arena[record.dram.offset : record.dram.offset + record.nbytes]
 
-    @staticmethod
-    def _row(item: _Written, wall_offset_s: float) -> Row:
-        record = item.record
-        return Row(
-            namespace=record.ns.id,
-            key=record.key,
-            parent=b"" if record.parent is None else record.parent.key,
-            tokens=record.tokens,
-            nbytes=record.nbytes,
-            digest=record.digest,
-            pieces=record.pieces,
-            extent=item.extent,
-            retention=record.retention.name.lower(),
-            last_used_wall_s=record.last_used + wall_offset_s,
-        )
+
+def _row(record: Record, extent: Extent | None, wall_offset_s: float) -> Row:
+    return Row(
+        namespace=record.ns.id,
+        key=record.key,
+        parent=b"" if record.parent is None else record.parent.key,
+        tokens=record.tokens,
+        nbytes=record.nbytes,
+        digest=record.digest,
+        pieces=record.pieces,
+        extent=extent,
+        retention=record.retention.name.lower(),
+        last_used_wall_s=record.last_used + wall_offset_s,
+    )
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:

@@ -424,9 +424,10 @@ class Writers:
         if digest and digest != existing.digest:
             return "divergent", "the key is sealed with other bytes"
         if retention > existing.retention:
-            existing.retention = retention
-            if self._writeback is not None and retention is Retention.STANDARD:
-                self._writeback.save(existing)
+            if self._writeback is not None:
+                self._writeback.raise_retention(existing, retention)
+            else:
+                existing.retention = retention
         return "exists", ""
 
     def _publish(
