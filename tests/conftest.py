@@ -9,8 +9,13 @@ from collections.abc import AsyncIterator, Iterator
 import pytest
 import pytest_asyncio
 import uvloop
+from hypothesis import settings
 
 from tests.support import leaks
+
+# Equal runs find equal faults; a slow machine is no fault.
+settings.register_profile("reproducible", deadline=None, derandomize=True)
+settings.load_profile("reproducible")
 
 
 def pytest_sessionstart() -> None:
