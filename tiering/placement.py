@@ -1,0 +1,191 @@
+"""Which bytes of which segment hold what, and how much of the disk that takes.
+
+Pure bookkeeping, without I/O and not thread-safe: `Segments` holds the lock and
+does to the files what is decided here. A run of bytes in a segment is *live*
+(it belongs to an extent), *spare* (free, but its blocks are still there), or a
+*hole* (free, and given back to the file system).
+
+Room is found in this order: the shortest spare run that is long enough; the
+frontier, a run of holes that is used up front to back; the longest hole, if it
+makes a fair frontier; a new segment. Overwriting spare blocks spares the file
+system both the freeing and the allocating, which costs a third of the write
+rate of a full tier (measured: 1.6 GB/s punched, 2.7 GB/s overwritten).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from itertools import pairwise
+
+from blobstore.errors import Full, InvalidRequest
+from blobstore.tiering.disk import BLOCK_BYTES
+from blobstore.tiering.free_runs import FreeRuns
+from blobstore.tiering.tier import Extent
+from blobstore.units import format_size
+
+HEADER_BYTES = BLOCK_BYTES
+"""At the start of every segment; extents lie behind it."""
+
+NOWHERE = Extent(0, 0, 0)
+"""The extent of an empty payload. Segments are numbered from 1."""
+
+_FRONTIER_SHARE = 16
+"""A hole shorter than this fraction of a segment is left for later: short runs scatter writes."""
+
+
+def blocks_of(nbytes: int) -> int:
+    """The bytes that `nbytes` take: whole blocks."""
+    return -(-nbytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class Placement:
+    """The map of all segments.
+
+    `segments` gives the size of each. Live bytes, spare ones (or the room kept
+    for them, whichever is more) and those on their way to holes never exceed
+    `limit_bytes` by way of `allocate` or `set_aside`.
+    """
+
+    def __init__(self, limit_bytes: int, *, segment_bytes: int, spare_bytes_max: int) -> None:
+        self.limit_bytes = limit_bytes
+        self.segments: dict[int, int] = {}
+        self.live_bytes = 0
+        self._spare_bytes_max = spare_bytes_max
+        self._leaving_bytes = 0
+        self._segment_bytes = segment_bytes
+        self._live: dict[int, int] = {}  # by packed place and offset: size
+        self._spare = FreeRuns()
+        self._holes = FreeRuns()
+        self._frontier = NOWHERE
+        self._next_place = 1
+
+    @property
+    def taken_bytes(self) -> int:
+        """Live bytes, and those that are free but not yet the file system's again."""
+        headers = HEADER_BYTES * len(self.segments)
+        return headers + self.live_bytes + max(self._spare_bytes_max, self.spare_bytes)
+
+    @property
+    def free_bytes(self) -> int:
+        """What `allocate` can still hand out."""
+        return max(0, self.limit_bytes - self.taken_bytes)
+
+    @property
+    def spare_bytes(self) -> int:
+        """Free bytes whose blocks the file system does not have back."""
+        return self._spare.total_bytes + self._leaving_bytes
+
+    @property
+    def n_extents(self) -> int:
+        """Extents handed out and not returned."""
+        return len(self._live)
+
+    def adopt(self, sizes: Mapping[int, int], extents: Iterable[Extent]) -> list[Extent]:
+        """Start with segments found on disk; returns the free runs, taken for holes.
+
+        `extents` are disjoint, inside their segments, and sorted by place and offset.
+        """
+        by_place: dict[int, list[tuple[int, int]]] = {place: [] for place in sizes}
+        for extent in extents:
+            end = extent.offset + blocks_of(extent.nbytes)
+            by_place[extent.place].append((extent.offset, end))
+            self._live[_pack(extent)] = extent.nbytes
+            self.live_bytes += end - extent.offset
+        holes = [
+            Extent(place, end, start - end)
+            for place, used in by_place.items()
+            for (_, end), (start, _) in pairwise([(0, HEADER_BYTES), *used, (sizes[place], 0)])
+            if start > end
+        ]
+        self.segments.update(sizes)
+        self._holes = FreeRuns(holes)
+        self._next_place = max(sizes, default=0) + 1
+        return holes
+
+    def set_aside(self, nbytes: int) -> bool:
+        """Lower the limit by `nbytes` for good, if they are free."""
+        if nbytes > self.free_bytes:
+            return False
+        self.limit_bytes -= nbytes
+        return True
+
+    def allocate(self, nbytes: int) -> Extent:
+        """As `Tier.allocate`; the segment may not exist yet."""
+        if nbytes < 0:
+            raise InvalidRequest(f"an extent cannot have {nbytes} bytes")
+        if nbytes == 0:
+            return NOWHERE
+        wanted = blocks_of(nbytes)
+        if wanted > self.free_bytes:
+            raise Full(
+                f"ssd: wanted {format_size(wanted)}, free are {format_size(self.free_bytes)} "
+                f"of {format_size(self.limit_bytes)}"
+            )
+        run = self._spare.take(wanted) or self._carve(wanted)
+        extent = Extent(run.place, run.offset, nbytes)
+        self._live[_pack(extent)] = nbytes
+        self.live_bytes += wanted
+        return extent
+
+    def holds(self, extent: Extent) -> bool:
+        """Whether `extent` is allocated here."""
+        return self._live.get(_pack(extent)) == extent.nbytes
+
+    def release(self, extent: Extent) -> None:
+        """A live extent becomes spare; InvalidRequest if it is not live."""
+        if not self.holds(extent):
+            raise InvalidRequest(f"ssd: {extent} is not allocated")
+        del self._live[_pack(extent)]
+        run = Extent(extent.place, extent.offset, blocks_of(extent.nbytes))
+        self.live_bytes -= run.nbytes
+        self._spare.add(run)
+
+    def surplus(self, keep_bytes: int | None = None) -> Extent | None:
+        """A run to punch now, if more is spare than `keep_bytes` (the configured room).
+
+        The caller reports the outcome by `punched` or `kept`.
+        """
+        kept_bytes = self._spare_bytes_max if keep_bytes is None else keep_bytes
+        excess = self._spare.total_bytes - kept_bytes
+        if excess <= 0:
+            return None
+        run = self._spare.take_shortest(excess)
+        self._leaving_bytes += run.nbytes
+        return run
+
+    def kept(self, run: Extent) -> None:
+        """The run could not be punched: it stays spare."""
+        self._leaving_bytes -= run.nbytes
+        self._spare.add(run)
+
+    def punched(self, run: Extent) -> bool:
+        """The run is a hole now. True if its segment is empty and was taken off the map."""
+        self._leaving_bytes -= run.nbytes
+        hole = self._holes.add(run)
+        whole = hole.nbytes == self.segments[run.place] - HEADER_BYTES
+        if not whole or self._frontier.place == run.place:
+            return False
+        self._holes.remove(hole)
+        del self.segments[run.place]
+        return True
+
+    def _carve(self, nbytes: int) -> Extent:
+        run = self._frontier
+        if run.nbytes < nbytes:
+            if run.nbytes:
+                self._holes.add(run)
+            fair = max(nbytes, self._segment_bytes // _FRONTIER_SHARE)
+            run = self._holes.take_longest(fair) or self._extend(nbytes)
+        self._frontier = Extent(run.place, run.offset + nbytes, run.nbytes - nbytes)
+        return Extent(run.place, run.offset, nbytes)
+
+    def _extend(self, nbytes: int) -> Extent:
+        place = self._next_place
+        self._next_place += 1
+        self.segments[place] = max(self._segment_bytes, HEADER_BYTES + nbytes)
+        return Extent(place, HEADER_BYTES, self.segments[place] - HEADER_BYTES)
+
+
+def _pack(extent: Extent) -> int:
+    # One int instead of a tuple: a third of the memory per blob.
+    return extent.place << 56 | extent.offset
