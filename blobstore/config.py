@@ -90,10 +90,11 @@ class LocalSection:
     socket: Annotated[Path, Key(values.socket_path, "where clients connect")] = field(
         default_factory=_default_socket
     )
-    uids: Annotated[
+    allowed_uids: Annotated[
         tuple[int, ...], Key(values.user_ids, "users let in beside the daemon's own")
     ] = ()
-    max_clients: Annotated[int, Key(values.count, "connections at a time")] = 1024
+    max_clients: Annotated[int, Key(values.count, "processes connected at a time")] = 1024
+    max_connections: Annotated[int, Key(values.count, "connections of all of them")] = 4096
     max_leases_per_client: Annotated[int, Key(values.count, "leases one client may hold")] = 4096
     lent_max: Annotated[
         Size, Key(values.auto_size, "bytes lent to one client for writing; auto: half of dram.size")

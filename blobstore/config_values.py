@@ -27,10 +27,7 @@ def size(value: object) -> int:
     """Bytes: `4GiB`, `4GB` or a number."""
     if isinstance(value, bool) or not isinstance(value, int | str):
         raise InvalidRequest(f"not a size: {value!r} (examples: 4GiB, 500MB, 65536)")
-    nbytes = parse_size(value)
-    if nbytes < 0:
-        raise InvalidRequest(f"a size cannot be negative, found {value!r}")
-    return nbytes
+    return parse_size(value)
 
 
 def auto_size(value: object) -> Size:

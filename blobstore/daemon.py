@@ -19,16 +19,18 @@ import uvloop
 from blobstore.config import Config
 from blobstore.errors import SetupError
 from blobstore.local_door import LocalDoor
+from blobstore.pid_file import pid_file
 from blobstore.settings import StoreSettings
 from blobstore.sizing import settings_for
-from blobstore.socket_claim import claim
 from blobstore.store import Store
 from blobstore.units import format_size
 
 log = logging.getLogger(__name__)
 
+FLUSH_S_MIN = 1.0
+"""Granted to dirty blobs even if requests in flight have used up the drain limit."""
 _PRIVATE = 0o077
-"""umask: what the daemon creates is for its own user. The door widens its socket if asked to."""
+"""umask: what the daemon creates is its own user's alone."""
 
 
 def run(config: Config, announce: Callable[[str], None]) -> None:
@@ -42,7 +44,7 @@ def run(config: Config, announce: Callable[[str], None]) -> None:
     os.umask(_PRIVATE)
     _prepare(settings.data_dir)
     _raise_descriptor_limit()
-    with claim(config.local.socket):
+    with pid_file(config.local.socket):
         uvloop.run(_serve(config, settings, announce))
 
 
@@ -62,7 +64,7 @@ def _prepare(data_dir: Path) -> None:
 
 
 def _raise_descriptor_limit() -> None:
-    """Every client costs a socket and a pidfd: use all that the hard limit grants."""
+    """Clients cost descriptors: use all that the hard limit grants."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
@@ -90,19 +92,26 @@ class _Stop:
 async def _serve(config: Config, settings: StoreSettings, announce: Callable[[str], None]) -> None:
     stop = _Stop()
     store = await Store.open(settings)
-    door = LocalDoor(store, config.local.socket, uids=config.local.uids)
+    local = config.local
+    door = LocalDoor(
+        store,
+        local.socket,
+        allowed_uids=local.allowed_uids,
+        connections_max=local.max_connections,
+    )
     try:
         await door.start()
+        ssd = format_size(settings.ssd_bytes) if settings.ssd_bytes else "off"
         log.info(
-            "pid %d: dram %s, ssd %s at %s",
-            *(os.getpid(), format_size(settings.dram_bytes)),
-            *(format_size(settings.ssd_bytes) if settings.ssd_bytes else "off", settings.data_dir),
+            "pid %d, dram %s, ssd %s, data in %s",
+            *(os.getpid(), format_size(settings.dram_bytes), ssd, settings.data_dir),
         )
-        announce(f"unix:{config.local.socket}")
+        announce(f"unix:{local.socket}")
         await stop.asked.wait()
         log.info("draining for up to %g s; signal again to stop at once", config.times.drain_s)
     finally:
         await _drain(store, door, config.times.drain_s, stop.hurry)
+    log.info("stopped")
 
 
 async def _drain(store: Store, door: LocalDoor, drain_s: float, hurry: asyncio.Event) -> None:
@@ -111,13 +120,17 @@ async def _drain(store: Store, door: LocalDoor, drain_s: float, hurry: asyncio.E
     hurried = asyncio.ensure_future(hurry.wait())
     await asyncio.wait({closing, hurried}, return_when=asyncio.FIRST_COMPLETED)
     hurried.cancel()
-    if not closing.done():
-        closing.cancel()
-        await asyncio.wait({closing})
-        await _close(store, door, 0.0)
-    await closing
+    if closing.done():
+        await closing
+        return
+    closing.cancel()
+    await asyncio.wait({closing})
+    await door.close(drain_s=0.0)
+    await store.close(flush_s=0.0)
 
 
 async def _close(store: Store, door: LocalDoor, drain_s: float) -> None:
-    await door.close(drain_s)
-    await store.close(drain_s=drain_s)
+    loop = asyncio.get_running_loop()
+    end_s = loop.time() + drain_s
+    await door.close(drain_s=drain_s)
+    await store.close(flush_s=max(FLUSH_S_MIN, end_s - loop.time()))

@@ -21,7 +21,7 @@ from blobstore.sizing import dram_bytes, settings_for, ssd_bytes
 from blobstore.units import format_size
 
 DESCRIPTORS_SPARE = 256
-"""Beside two per client: the arena, segments, the catalogue, the log."""
+"""Beside one per client and per connection: the arena, segments, the catalogue, the log."""
 
 
 class Verdict(StrEnum):
@@ -193,9 +193,10 @@ def _socket(path: Path) -> Finding:
 
 def _descriptors(config: Config) -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    needed = 2 * config.local.max_clients + DESCRIPTORS_SPARE
+    clients, connections = config.local.max_clients, config.local.max_connections
+    needed = clients + connections + DESCRIPTORS_SPARE
     found = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
-    used = f"up to {needed} for {config.local.max_clients} clients"
+    used = f"up to {needed}: {clients} clients, {connections} connections, files"
     if hard != resource.RLIM_INFINITY and hard < needed:
         change = f"raise the hard limit (ulimit -Hn, LimitNOFILE=) to {needed}"
         return Finding("open files", Verdict.BETTER, found, used, change)

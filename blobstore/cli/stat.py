@@ -2,15 +2,148 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
 from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, connected
+from blobstore.cli.output import console, duration, print_json, table
+from blobstore.errors import InvalidRequest
+from blobstore.units import format_size
+
+BAR_WIDTH = 20
+ID_BYTES = 32
+KEY_BYTES = (8, 64)
 
 
 def stat(
+    namespace: Annotated[
+        str | None, typer.Argument(help="A namespace id, in hex.", show_default=False)
+    ] = None,
+    key: Annotated[
+        str | None, typer.Argument(help="The key of one of its blobs, in hex.", show_default=False)
+    ] = None,
     socket: Socket = None,
     config: ConfigFile = None,
     timeout_s: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
-    """todo"""
+    """Show the daemon at a glance or, with NAMESPACE and KEY, one blob (exits 1 if unknown)."""
+    if namespace is None:
+        _daemon(socket, config, timeout_s, as_json)
+    elif key is None:
+        raise InvalidRequest("NAMESPACE alone names no blob: give its KEY too")
+    else:
+        wanted = (_hex("NAMESPACE", namespace, ID_BYTES, ID_BYTES), _hex("KEY", key, *KEY_BYTES))
+        _blob(wanted, socket, config, timeout_s, as_json)
+
+
+def _hex(name: str, text: str, least: int, most: int) -> bytes:
+    """`text` as bytes; upper case is taken as lower."""
+    if not re.fullmatch(r"([0-9a-fA-F]{2})*", text) or not least <= len(text) // 2 <= most:
+        size = f"{2 * least}" if least == most else f"{2 * least} to {2 * most}"
+        raise InvalidRequest(f"{name} must be {size} hex digits, found {text[:140]!r}")
+    return bytes.fromhex(text)
+
+
+def _daemon(socket: str | None, config: Any, timeout_s: float, as_json: bool) -> None:
     with connected(config, socket, timeout_s) as client:
-        client.stats()
+        body, address = client.stats(), client.address
+    if as_json:
+        print_json(body)
+        return
+    out = console()
+    out.print(f"[bold]{address}[/] up {duration(body['uptime_s'])}")
+    out.print()
+    out.print(table("", ("tier", "", ">used", ">of", ">", "beside"), _tiers(body)))
+    out.print()
+    for label, text in _lines(body):
+        out.print(f"{label:<9}", text, style=None)
+
+
+def _tiers(body: Mapping[str, Any]) -> list[tuple[str | Text, ...]]:
+    rows: list[tuple[str | Text, ...]] = []
+    for name, tier in body["tiers"].items():
+        used, capacity = tier["used_bytes"], tier["capacity_bytes"]
+        share = used / capacity if capacity else 0.0
+        rows.append(
+            (
+                name,
+                _bar(share),
+                format_size(used),
+                format_size(capacity),
+                f"{share:.0%}",
+                _beside(name, body, tier),
+            )
+        )
+    return rows
+
+
+def _beside(name: str, body: Mapping[str, Any], tier: Mapping[str, Any]) -> str:
+    if name == "dram":
+        return f"{format_size(body['pinned_bytes'])} pinned, {format_size(body['lent_bytes'])} lent"
+    dirty = tier.get("dirty_bytes", 0)
+    return f"{format_size(dirty)} waiting to be written" if dirty else ""
+
+
+def _bar(share: float) -> Text:
+    full = min(BAR_WIDTH, round(share * BAR_WIDTH))
+    colour = "green" if share < 0.8 else "yellow"  # full is how a cache should be, not an alarm
+    return Text.assemble(("█" * full, colour), ("░" * (BAR_WIDTH - full), "dim"))
+
+
+def _lines(body: Mapping[str, Any]) -> list[tuple[str, str]]:
+    counters = body["counters"]
+    hits, missed = counters["hit_blobs"], sum(counters["missed_blobs"].values())
+    puts = counters["put_blobs"]
+    lines = [
+        ("blobs", f"{body['blobs']:,} in {body['namespaces']:,} namespaces"),
+        (
+            "clients",
+            f"{body['clients']:,} with {body['leases']:,} leases, "
+            f"{body['reservations']:,} reservations",
+        ),
+        ("hits", f"{_by(hits)}; missed {missed:,}"),
+        ("puts", _by(puts)),
+    ]
+    worries = {
+        "corrupt": "corrupt copies put aside",
+        "ssd_errors": "refused by the disk",
+        "unsaved": "blobs could not be written to disk",
+        "lost_unsaved": "of those were lost",
+    }
+    found = [f"{counters[name]:,} {text}" for name, text in worries.items() if counters[name]]
+    if found:
+        lines.append(("[red]faults[/]", ", ".join(found)))
+    return lines
+
+
+def _by(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none yet"
+
+
+def _blob(
+    wanted: tuple[bytes, bytes], socket: str | None, config: Any, timeout_s: float, as_json: bool
+) -> None:
+    with connected(config, socket, timeout_s) as client:
+        (facts,) = client.stat(wanted[0], [wanted[1]])
+    if as_json:
+        print_json(facts)
+    elif facts:
+        console().print(table("", ("fact", "value"), [(n, _fact(n, v)) for n, v in facts.items()]))
+    else:
+        console().print("unknown: no such blob was put here, or it was dropped")
+    raise typer.Exit(0 if facts else 1)
+
+
+def _fact(name: str, value: object) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "none: only its record is left"
+    if name == "nbytes" and isinstance(value, int):
+        return f"{value:,} ({format_size(value)})"
+    if name.endswith("_s") and isinstance(value, float):
+        return duration(value)
+    return str(value)
