@@ -189,7 +189,7 @@ def _foreign_array(token_ids: Any) -> NDArray[Any] | None:
 
 
 def _packed_array(ids: NDArray[Any]) -> memoryview:
-    if ids.dtype.kind not in "iu":
+    if ids.size and ids.dtype.kind not in "iu":  # NumPy's arrays of nothing are of floats
         raise InvalidRequest(f"token ids are ints, found an array of {ids.dtype}")
     if ids.ndim != 1:
         raise InvalidRequest(f"token ids have one dimension, found shape {ids.shape}")
