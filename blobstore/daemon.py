@@ -27,6 +27,7 @@ from blobstore.units import format_size
 
 log = logging.getLogger(__name__)
 
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
 FLUSH_S_MIN = 1.0
 """Granted to dirty blobs even if requests in flight have used up the drain limit."""
 _PRIVATE = 0o077
@@ -70,28 +71,33 @@ def _raise_descriptor_limit() -> None:
 
 
 class _Stop:
-    """The first SIGTERM or SIGINT asks for a drain, the second to hurry, a third kills."""
+    """The first SIGTERM or SIGINT asks for a drain, the second to hurry, a third kills.
+
+    Made once there is something to drain: before that, one signal ends the process.
+    """
 
     def __init__(self) -> None:
         self.asked = asyncio.Event()
         self.hurry = asyncio.Event()
-        self._loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.add_signal_handler(number, self._signalled)
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._signalled)
 
     def _signalled(self) -> None:
         if not self.asked.is_set():
             self.asked.set()
             return
         self.hurry.set()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            self._loop.remove_signal_handler(number)
+        for number in SIGNALS:
+            asyncio.get_running_loop().remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
 
 
 async def _serve(config: Config, settings: StoreSettings, announce: Callable[[str], None]) -> None:
-    stop = _Stop()
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
     store = await Store.open(settings)
+    stop = _Stop()
     local = config.local
     door = LocalDoor(
         store,

@@ -57,8 +57,8 @@ class Reservation:
     retention: Retention
     slots: list[Slot]
     expires_s: float
-    pinned: list[Record] = field(default_factory=list)
-    """Sealed blobs kept while this writer compares or continues them."""
+    kept: list[Record] = field(default_factory=list)
+    """Sealed blobs kept from vanishing while this writer compares or continues them."""
     expired: bool = False
 
 

@@ -5,8 +5,8 @@ event loop only. Two invariants carry the rest of the service:
 
 - a blob that is held has its parent held (or is a root), so a chain is present
   exactly up to some blob and match may gallop;
-- a blob in DRAM counts in its parent's `dram_children`, so that pinning a leaf
-  keeps all its ancestors.
+- a blob readable in DRAM counts in its parent's `dram_children`, and such a
+  parent does not leave DRAM, so that pinning a leaf keeps all its ancestors.
 
 A blob whose bytes were lost (corrupt, with no other copy) but which others
 continue stays as a *hole*: matches end there until somebody puts it again.
@@ -58,6 +58,7 @@ class Record:
         "dram_children",
         "fill",
         "gone",
+        "heirs",
         "hole",
         "key",
         "last_used",
@@ -96,6 +97,9 @@ class Record:
         self.pins = 0
         """Leases, loans to writers and I/O in flight: DRAM bytes stay while any is left."""
         self.dram_children = 0
+        """Blobs that continue this one and are readable in DRAM."""
+        self.heirs = 0
+        """Writers that continue or repeat this blob: it must not vanish meanwhile."""
         self.dirty = False
         """Waiting to be written to SSD."""
         self.unsaved = False

@@ -152,8 +152,7 @@ class Loader:
             if load.failure == "corrupt":
                 self._on_corrupt(record)
         elif not record.gone:
-            assert record.dram is not None
-            record.show_in_dram(record.dram)
+            self._residency.show(record)
             self._counters.loaded_blobs += 1
             self._counters.loaded_bytes += record.nbytes
             load.fill.finish()

@@ -40,12 +40,12 @@ class LocalDoor:
         store: Store,
         path: Path,
         *,
-        allowed_uids: Iterable[int] = (),
+        uids: Iterable[int] = (),
         connections_max: int = 4096,
     ) -> None:
         self._store = store
         self._path = path
-        self._allowed_uids = {os.getuid(), *allowed_uids}
+        self._allowed_uids = {os.getuid(), *uids}
         self._connections_max = connections_max
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -66,7 +66,7 @@ class LocalDoor:
         self._listener = _bind(self._path)
         self._accepting = asyncio.get_running_loop().create_task(self._accept_forever())
 
-    async def close(self, *, drain_s: float = 5.0) -> None:
+    async def close(self, drain_s: float = 5.0) -> None:
         """Refuse new connections, let requests in flight end for `drain_s`, close all."""
         if self._accepting is not None:
             self._accepting.cancel()
@@ -133,7 +133,7 @@ class LocalDoor:
             peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
         )
         if uid not in self._allowed_uids:
-            raise SetupError(f"uid {uid} is not allowed here: add it to local.allowed_uids")
+            raise SetupError(f"uid {uid} is not allowed here: add it to local.uids")
         pidfd = _open_pidfd(pid)
         try:
             token = (pid, _start_time(pid))

@@ -83,8 +83,33 @@ class Residency:
         elif record.dram is not None and not (record.pins or record.dram_children):
             # Dropped, or a load or a draft that failed: nobody reads or writes it any more.
             self._policy.withdraw(record)
-            self._leave(record)
+            self.hide(record)
             self._free(record)
+
+    def keep(self, record: Record) -> None:
+        """Keep the record known and in some tier, DRAM or not, until `unkeep`."""
+        record.heirs += 1
+        self.settle(record)
+
+    def unkeep(self, record: Record) -> None:
+        """Undo one `keep`."""
+        assert record.heirs > 0
+        record.heirs -= 1
+        if record.heirs == 0:
+            self.settle(record)
+            self.notify()
+
+    def show(self, record: Record) -> None:
+        """Make the bytes in the record's extent readable."""
+        assert record.dram is not None
+        record.show_in_dram(record.dram)
+        self._enter(record)
+
+    def hide(self, record: Record) -> None:
+        """Give the bytes in DRAM to nobody any more; those who have them keep them."""
+        if record.packed:
+            record.packed = b""
+            self._leave(record)
 
     def take(self, records: Sequence[Record], *, loading: bool) -> bool:
         """Give every record an extent, evicting if need be; all or none.
@@ -105,7 +130,6 @@ class Residency:
                     self.give_back(undo)
                 return False
             record.dram = extent
-            self._enter(record)
             taken.append(record)
         return True
 
@@ -149,28 +173,15 @@ class Residency:
     def give_back(self, record: Record) -> None:
         """Free the extent of a record that was never made readable."""
         if record.dram is not None:
-            self._leave(record)
             self._free(record)
             self.notify()
 
     def hand_over(self, record: Record, to: Record) -> None:
         """Make the bytes of `record`, which was never shown, readable under `to` instead."""
-        assert record.dram is not None
+        assert not record.packed
         assert to.dram is None
-        self._leave(record)
-        extent, record.dram = record.dram, None
-        to.show_in_dram(extent)
-        self._enter(to)
-
-    def move_parent(self, record: Record, parent: Record | None) -> None:
-        """Let `record`, not yet indexed, continue another record."""
-        if record.parent is not parent:
-            if record.dram is not None:
-                self._leave(record)
-            record.parent = parent
-            record.depth = 1 if parent is None else parent.depth + 1
-            if record.dram is not None:
-                self._enter(record)
+        to.dram, record.dram = record.dram, None
+        self.show(to)
 
     def demote(self, record: Record) -> bool:
         """Free the DRAM bytes of a blob that is on SSD too, if nothing holds them."""
@@ -188,7 +199,7 @@ class Residency:
             and not record.dram_children
             and not record.dirty
             and record.fill is None
-            and (record.ssd is not False or not record.has_children)
+            and (record.ssd is not False or not (record.has_children or record.heirs))
         )
 
     def _evict(self, short: int) -> bool:
@@ -244,7 +255,6 @@ class Residency:
         assert record.dram is not None
         self._dram.free(record.dram, wipe=record.retention is Retention.VOLATILE)
         record.dram = None
-        record.packed = b""
 
     def _enter(self, record: Record) -> None:
         parent = record.parent

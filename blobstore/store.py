@@ -141,8 +141,8 @@ class Store:
         store._ticker = loop.create_task(store._tick_forever())
         return store
 
-    async def close(self, *, flush_s: float = 10.0) -> None:
-        """Write dirty blobs for at most `flush_s`, then stop. The arena is unmapped."""
+    async def close(self, *, drain_s: float = 10.0) -> None:
+        """Write dirty blobs for at most `drain_s`, then stop. The arena is unmapped."""
         if self._ticker is not None:
             self._ticker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -151,7 +151,7 @@ class Store:
         if self._loader is not None:
             await self._loader.close()
         if self._writeback is not None:
-            await self._writeback.close(flush_s)
+            await self._writeback.close(drain_s)
         loop = asyncio.get_running_loop()
         for pool in (self._read_pool, self._write_pool, self._hash_pool):
             await loop.run_in_executor(None, pool.shutdown)
@@ -441,7 +441,7 @@ class Store:
         self.counters.corrupt += 1
         if record.gone:
             return
-        record.packed = b""
+        self.residency.hide(record)
         if record.ssd is False:
             self.index.lose(record)
         self.residency.settle(record)

@@ -86,6 +86,7 @@ class Writeback:
         self._tasks: list[asyncio.Task[None]] = []
         self._busy = 0
         self._touches_due = False
+        self._committing = False
         self._removing = False
         """A commit with removals, or the freeing of their bytes, is under way."""
         self._leaving_bytes = 0
@@ -212,7 +213,8 @@ class Writeback:
             self._busy += 1
             self._residency.pin(record)
             try:
-                self._written.append(_Written(record, await self._write(record)))
+                extent = await self._write(record)
+                self._written.append(_Written(record, extent))
                 self._commit_wanted.set()
             except (Corrupt, Full, StorageFailed) as error:
                 self._fault(error)
@@ -293,7 +295,7 @@ class Writeback:
 
     @staticmethod
     def _may_leave(record: Record) -> bool:
-        busy = record.pins or record.dram_children or record.dirty or record.fill is not None
+        busy = record.pins or record.heirs or record.dirty or record.fill is not None
         return not busy and not record.has_children
 
     def evict(self, record: Record) -> None:
@@ -320,13 +322,14 @@ class Writeback:
             if not (batch or self._removals or self._rewrites or self._touches_due):
                 self._committed.set()
                 continue
-            self._touches_due = False
+            self._touches_due, self._committing = False, True
             try:
                 await self._commit(batch)
             except (Full, StorageFailed) as error:
                 self._fault(error)
                 await asyncio.sleep(self._backoff_s)
             finally:
+                self._committing = False
                 self._committed.set()
             if self._written or self._removals:
                 self._commit_wanted.set()

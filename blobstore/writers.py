@@ -109,7 +109,7 @@ class Writers:
         try:
             await self._fill_slots(reservation, keys, sizes, timeout_s, group, parts)
         except BaseException:
-            self._unpin_all(reservation)
+            self._let_go(reservation)
             raise
         return self._register(reservation)
 
@@ -239,7 +239,7 @@ class Writers:
                 self._kill(draft, "io_error")
             raise
         finally:
-            self._unpin_all(reservation)
+            self._let_go(reservation)
         if reservation.retention is Retention.DURABLE:
             await self._make_durable(reservation, answers)
         for slot, (result, _) in zip(reservation.slots, answers, strict=True):
@@ -297,19 +297,19 @@ class Writers:
         self._live.pop(reservation.reservation_id, None)
 
     def _end(self, reservation: Reservation, reason: str) -> None:
-        self._unpin_all(reservation)
+        self._let_go(reservation)
         for slot in reservation.slots:
             if slot.draft is not None:
                 self._kill(slot.draft, reason)
 
     def _keep(self, reservation: Reservation, record: Record) -> None:
-        self._residency.pin(record)
-        reservation.pinned.append(record)
+        self._residency.keep(record)
+        reservation.kept.append(record)
 
-    def _unpin_all(self, reservation: Reservation) -> None:
-        pinned, reservation.pinned = reservation.pinned, []
-        for record in pinned:
-            self._residency.unpin(record)
+    def _let_go(self, reservation: Reservation) -> None:
+        kept, reservation.kept = reservation.kept, []
+        for record in kept:
+            self._residency.unkeep(record)
 
     def _lend(self, holder: Holder, draft: Draft) -> None:
         if holder not in draft.lenders:
@@ -464,11 +464,10 @@ class Writers:
             parent = record.ns.blobs.get(record.parent.key)
             if parent is None or parent.hole:
                 return ("refused", "orphan"), None
-            self._residency.move_parent(record, parent)
+            record.parent, record.depth = parent, parent.depth + 1
         record.last_used = self._clock()
         if hole is None:
-            assert record.dram is not None
-            record.show_in_dram(record.dram)
+            self._residency.show(record)
             self._index.add(record)
             return ("stored", ""), record
         if record.pins or hole.dram is not None or record.parent is not hole.parent:
