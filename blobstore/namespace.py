@@ -98,8 +98,7 @@ class Namespace:
             as_text(model), KVLayout.decode(layout), as_text(revision), as_text(weights_digest),
             as_text(dtype), as_number(tokens), as_text(adapter), as_text(salt), as_text(scheme),
         )  # fmt: skip
-        if namespace.encode() != data:
-            raise InvalidRequest("not the canonical encoding of this namespace")
+        assert namespace.encode() == data  # fields are framed and bounded: there is one encoding
         return namespace
 
     def keys(self, token_ids: object, *, tail: bool = False) -> Keys:
