@@ -90,7 +90,7 @@ class LocalSection:
     socket: Annotated[Path, Key(values.socket_path, "where clients connect")] = field(
         default_factory=_default_socket
     )
-    allowed_uids: Annotated[
+    uids: Annotated[
         tuple[int, ...], Key(values.user_ids, "users let in beside the daemon's own")
     ] = ()
     max_clients: Annotated[int, Key(values.count, "processes connected at a time")] = 1024

@@ -102,7 +102,7 @@ async def _serve(config: Config, settings: StoreSettings, announce: Callable[[st
     door = LocalDoor(
         store,
         local.socket,
-        allowed_uids=local.allowed_uids,
+        uids=local.uids,
         connections_max=local.max_connections,
     )
     try:
@@ -132,11 +132,11 @@ async def _drain(store: Store, door: LocalDoor, drain_s: float, hurry: asyncio.E
     closing.cancel()
     await asyncio.wait({closing})
     await door.close(drain_s=0.0)
-    await store.close(flush_s=0.0)
+    await store.close(drain_s=0.0)
 
 
 async def _close(store: Store, door: LocalDoor, drain_s: float) -> None:
     loop = asyncio.get_running_loop()
     end_s = loop.time() + drain_s
     await door.close(drain_s=drain_s)
-    await store.close(flush_s=max(FLUSH_S_MIN, end_s - loop.time()))
+    await store.close(drain_s=max(FLUSH_S_MIN, end_s - loop.time()))

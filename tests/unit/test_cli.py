@@ -121,12 +121,12 @@ def test_config_show_prints_every_key_with_its_source(
 def test_config_show_json_holds_values_and_sources(
     capsys: Output, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BLOBSTORE__LOCAL__ALLOWED_UIDS", "1,2")
+    monkeypatch.setenv("BLOBSTORE__LOCAL__UIDS", "1,2")
     assert main(["config", "show", "--json"]) == 0
     tree = json.loads(capsys.readouterr().out)
-    assert tree["local"]["allowed_uids"] == {
+    assert tree["local"]["uids"] == {
         "value": [1, 2],
-        "source": "environment BLOBSTORE__LOCAL__ALLOWED_UIDS",
+        "source": "environment BLOBSTORE__LOCAL__UIDS",
     }
     assert tree["dram"]["size"] == {"value": "auto", "source": "default"}
 

@@ -97,9 +97,9 @@ def test_an_unknown_key_in_a_file_is_an_error_that_names_the_file(
         ("local.max_clients", "0", "above 0"),
         ("local.max_clients", "many", "above 0"),
         ("local.max_clients", True, "above 0"),
-        ("local.allowed_uids", "1000,root", "user ids"),
-        ("local.allowed_uids", [-1], "user ids"),
-        ("local.allowed_uids", 7, "user ids"),
+        ("local.uids", "1000,root", "user ids"),
+        ("local.uids", [-1], "user ids"),
+        ("local.uids", 7, "user ids"),
         ("local.socket", "/" + "x" * SOCKET_PATH_MAX, f"{SOCKET_PATH_MAX} bytes"),
         ("local.socket", "", "not a path"),
         ("store.data", "a\0b", "not a path"),
@@ -139,13 +139,13 @@ def test_the_longest_socket_path_is_accepted_with_and_without_scheme() -> None:
 
 
 def test_lists_come_from_toml_and_from_text(tmp_path: Path) -> None:
-    path = written(tmp_path, "[local]\nallowed_uids = [1000, 1001]\n")
-    assert load(path, environ={}).local.allowed_uids == (1000, 1001)
-    assert load(environ={"BLOBSTORE__LOCAL__ALLOWED_UIDS": "1000, 1001"}).local.allowed_uids == (
+    path = written(tmp_path, "[local]\nuids = [1000, 1001]\n")
+    assert load(path, environ={}).local.uids == (1000, 1001)
+    assert load(environ={"BLOBSTORE__LOCAL__UIDS": "1000, 1001"}).local.uids == (
         1000,
         1001,
     )
-    assert load(environ={"BLOBSTORE__LOCAL__ALLOWED_UIDS": ""}).local.allowed_uids == ()
+    assert load(environ={"BLOBSTORE__LOCAL__UIDS": ""}).local.uids == ()
 
 
 def test_an_empty_path_means_no_directory_where_that_is_allowed() -> None:
