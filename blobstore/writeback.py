@@ -10,6 +10,7 @@ unsaved. Used on the event loop only.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -24,6 +25,8 @@ from blobstore.tiering.policy import Policy
 from blobstore.tiering.ssd import INLINE_BYTES_MAX, Row, SsdTier
 from blobstore.tiering.tier import Extent
 from blobstore.units import MIB
+
+log = logging.getLogger(__name__)
 
 ROWS_PER_COMMIT_MAX = 1024
 TOUCHES_PER_COMMIT_MAX = 4096
@@ -196,7 +199,8 @@ class Writeback:
             self._commit_wanted.set()
 
     def _pending(self) -> bool:
-        return bool(self._queue or self._busy or self._written or self._removals or self._rewrites)
+        waiting = self._queue or self._written or self._removals or self._rewrites
+        return bool(waiting or self._busy or self._committing)
 
     def _suspended(self) -> bool:
         return self._clock() < self._suspended_until_s
@@ -216,7 +220,8 @@ class Writeback:
                 extent = await self._write(record)
                 self._written.append(_Written(record, extent))
                 self._commit_wanted.set()
-            except (Corrupt, Full, StorageFailed) as error:
+            except Exception as fault:
+                error = _typed(fault)
                 self._fault(error)
                 self._end(record, error)
                 if isinstance(error, Corrupt):
@@ -325,7 +330,7 @@ class Writeback:
             self._touches_due, self._committing = False, True
             try:
                 await self._commit(batch)
-            except (Full, StorageFailed) as error:
+            except BlobStoreError as error:
                 self._fault(error)
                 await asyncio.sleep(self._backoff_s)
             finally:
@@ -388,7 +393,8 @@ class Writeback:
                 [(removal.namespace_id, removal.key) for removal in removals],
                 touch,
             )
-        except (Full, StorageFailed) as error:
+        except Exception as fault:
+            error = _typed(fault)
             self._removals = removals + self._removals
             self._leaving_bytes += leaving
             self._rewrites |= {record for record in rewrites if record.ssd is not False}
@@ -400,7 +406,7 @@ class Writeback:
                 self._end(item.record, error)
                 self._residency.unpin(item.record)
             self._removing = False
-            raise
+            raise error from fault
         self._backoff_s = 0.0
         for item in batch:
             self._on_ssd(item)
@@ -485,6 +491,14 @@ def _row(record: Record, extent: Extent | None, wall_offset_s: float) -> Row:
         retention=record.retention.name.lower(),
         last_used_wall_s=record.last_used + wall_offset_s,
     )
+
+
+def _typed(fault: Exception) -> BlobStoreError:
+    """`fault` as one of ours; what nobody foresaw is logged, and costs this batch only."""
+    if isinstance(fault, BlobStoreError):
+        return fault
+    log.error("write-back failed", exc_info=fault)
+    return StorageFailed(f"{type(fault).__name__}: {fault}")
 
 
 async def _wait(event: asyncio.Event, timeout_s: float) -> None:
