@@ -2,29 +2,62 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Mapping
+from typing import Annotated, Any
+
 import typer
 from rich.console import Console
 
-from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, connected
-from blobstore.cli.output import console, print_json, table
-from blobstore.cli.stats import leaves, shown
+from blobstore.cli.options import ConfigFile, Json, Socket, connected
+from blobstore.cli.output import console, duration, print_json, table
+from blobstore.units import format_size
+
+TIMEOUT_MAX_S = 3600.0
+"""The daemon grants no longer to any request."""
 
 
 def verify(
     socket: Socket = None,
     config: ConfigFile = None,
-    timeout_s: Timeout = 3600.0,
+    timeout_s: Annotated[
+        float,
+        typer.Option(
+            "--timeout", metavar="SECONDS", min=0.001, max=TIMEOUT_MAX_S, help="Read no longer."
+        ),
+    ] = TIMEOUT_MAX_S,
     as_json: Json = False,
 ) -> None:
-    """Read every blob of every tier and check its digests; exits 1 if any is corrupt."""
-    with (
-        connected(config, socket, timeout_s) as client,
-        Console(stderr=True).status("reading every blob back"),
-    ):
+    """Read every copy of every blob and check its digests.
+
+    Corrupt copies are put aside and never returned. Exits 1 if anything was corrupt
+    or unreadable, or if there was no time to read all.
+    """
+    started_s = time.monotonic()
+    waiting = Console(stderr=True).status("reading every blob back")
+    with connected(config, socket, timeout_s) as client, waiting:
         body = client.verify(timeout_s=timeout_s)
     if as_json:
         print_json(body)
     else:
-        rows = [(name, shown(name, value)) for name, value in leaves(body)]
-        console().print(table("verify", ("name", ">value"), rows))
-    raise typer.Exit(1 if body.get("corrupt") else 0)
+        _show(body, time.monotonic() - started_s)
+    sound = body["complete"] and not body["corrupt"] and not body["unreadable"]
+    raise typer.Exit(0 if sound else 1)
+
+
+def _show(body: Mapping[str, Any], took_s: float) -> None:
+    out = console()
+    out.print(
+        f"{body['blobs']:,} blobs in {body['copies']:,} copies, {format_size(body['bytes'])} "
+        f"read in {duration(took_s)}"
+    )
+    if body["corrupt"]:
+        rows = [(bad["tier"], bad["namespace"], bad["key"]) for bad in body["corrupt"]]
+        out.print(table("Corrupt, put aside", ("tier", "namespace", "key"), rows))
+    if body["unreadable"]:
+        rows = [(bad["key"], bad["error"]) for bad in body["unreadable"]]
+        out.print(table("Unreadable", ("key", "why"), rows))
+    if not body["complete"]:
+        out.print("[yellow]stopped early:[/] give --timeout more seconds to read the rest")
+    elif not (body["corrupt"] or body["unreadable"]):
+        out.print("[green]all good[/]")
