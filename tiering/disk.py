@@ -68,6 +68,10 @@ class Disk(Protocol):
         """Return once the directory's names would survive a loss of power."""
         ...
 
+    def preallocate(self, handle: Handle, offset: int, nbytes: int) -> None:
+        """Give a range inside the file blocks of its own; what is there stays."""
+        ...
+
     def punch(self, handle: Handle, offset: int, nbytes: int) -> None:
         """Give the blocks of a range back to the file system; it reads as zeros."""
         ...
@@ -154,6 +158,10 @@ class PosixDisk:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+    def preallocate(self, handle: Handle, offset: int, nbytes: int) -> None:
+        """As `Disk.preallocate`; EOPNOTSUPP where the file system cannot."""
+        _fallocate(handle.number, 0, offset, nbytes)
 
     def punch(self, handle: Handle, offset: int, nbytes: int) -> None:
         """As `Disk.punch`; EOPNOTSUPP where the file system cannot."""

@@ -2,14 +2,16 @@
 
 Pure bookkeeping, without I/O and not thread-safe: `Segments` holds the lock and
 does to the files what is decided here. A run of bytes in a segment is *live*
-(it belongs to an extent), *spare* (free, but its blocks are still there), or a
-*hole* (free, and given back to the file system).
+(it belongs to an extent), *spare* (free, but with blocks of its own), or a *hole*
+(free, and given back to the file system).
 
 Room is found in this order: the shortest spare run that is long enough; the
-frontier, a run of holes that is used up front to back; the longest hole, if it
-makes a fair frontier; a new segment. Overwriting spare blocks spares the file
-system both the freeing and the allocating, which costs a third of the write
-rate of a full tier (measured: 1.6 GB/s punched, 2.7 GB/s overwritten).
+frontier, a run of holes that is turned into spare room front to back, a chunk
+at a time; the longest hole, if it makes a fair frontier; a new segment.
+Overwriting spare blocks saves the file system both the freeing and the
+allocating, which cost a full tier a third of its write rate (measured: 1.6 GB/s
+punched, 2.7 GB/s overwritten). Blocks that are there before the write let
+several writers into one file at once (ext4): 1.7 against 1.4 GB/s.
 """
 
 from __future__ import annotations
@@ -21,13 +23,16 @@ from blobstore.errors import Full, InvalidRequest
 from blobstore.tiering.disk import BLOCK_BYTES
 from blobstore.tiering.free_runs import FreeRuns
 from blobstore.tiering.tier import Extent
-from blobstore.units import format_size
+from blobstore.units import MIB, format_size
 
 HEADER_BYTES = BLOCK_BYTES
 """At the start of every segment; extents lie behind it."""
 
 NOWHERE = Extent(0, 0, 0)
 """The extent of an empty payload. Segments are numbered from 1."""
+
+CHUNK_BYTES_MAX = 64 * MIB
+"""Room that is made spare at once: asking for it holds up the writes in flight (ext4)."""
 
 _FRONTIER_SHARE = 16
 """A hole shorter than this fraction of a segment is left for later: short runs scatter writes."""
@@ -43,13 +48,17 @@ class Placement:
 
     `segments` gives the size of each. Live bytes, spare ones (or the room kept
     for them, whichever is more) and those on their way to holes never exceed
-    `limit_bytes` by way of `allocate` or `set_aside`.
+    `limit_bytes` by way of `allocate` or `set_aside`. `unprepared` are runs that
+    count as spare or live, and should get blocks before they are written.
     """
 
     def __init__(self, limit_bytes: int, *, segment_bytes: int, spare_bytes_max: int) -> None:
         self.limit_bytes = limit_bytes
         self.segments: dict[int, int] = {}
         self.live_bytes = 0
+        self.unprepared: list[Extent] = []
+        self._preparing: list[Extent] = []
+        self._chunk_bytes = min(CHUNK_BYTES_MAX, blocks_of(spare_bytes_max // 4))
         self._spare_bytes_max = spare_bytes_max
         self._leaving_bytes = 0
         self._segment_bytes = segment_bytes
@@ -121,7 +130,7 @@ class Placement:
                 f"ssd: wanted {format_size(wanted)}, free are {format_size(self.free_bytes)} "
                 f"of {format_size(self.limit_bytes)}"
             )
-        run = self._spare.take(wanted) or self._carve(wanted)
+        run = self._spare.take(wanted) or self._advance(wanted)
         extent = Extent(run.place, run.offset, nbytes)
         self._live[_pack(extent)] = nbytes
         self.live_bytes += wanted
@@ -150,8 +159,22 @@ class Placement:
         if excess <= 0:
             return None
         run = self._spare.take_shortest(excess)
+        if any(_overlap(run, other) for other in self._preparing):
+            self._spare.add(run)
+            return None
+        self.unprepared = [other for other in self.unprepared if not _overlap(run, other)]
         self._leaving_bytes += run.nbytes
         return run
+
+    def prepare(self) -> list[Extent]:
+        """The runs that need blocks; none of them is punched until `prepared`."""
+        runs, self.unprepared = self.unprepared, []
+        self._preparing += runs
+        return runs
+
+    def prepared(self, run: Extent) -> None:
+        """The run has its blocks, or will have to do without."""
+        self._preparing.remove(run)
 
     def kept(self, run: Extent) -> None:
         """The run could not be punched: it stays spare."""
@@ -169,21 +192,37 @@ class Placement:
         del self.segments[run.place]
         return True
 
-    def _carve(self, nbytes: int) -> Extent:
+    def _advance(self, nbytes: int) -> Extent:
+        """Make the next chunk of the frontier spare, and take `nbytes` of that."""
         run = self._frontier
         if run.nbytes < nbytes:
             if run.nbytes:
                 self._holes.add(run)
             fair = max(nbytes, self._segment_bytes // _FRONTIER_SHARE)
             run = self._holes.take_longest(fair) or self._extend(nbytes)
-        self._frontier = Extent(run.place, run.offset + nbytes, run.nbytes - nbytes)
-        return Extent(run.place, run.offset, nbytes)
+        room = max(0, self._spare_bytes_max - self.spare_bytes)
+        length = min(max(nbytes, min(self._chunk_bytes, nbytes + room)), run.nbytes)
+        chunk = Extent(run.place, run.offset, length)
+        self._frontier = Extent(run.place, run.offset + length, run.nbytes - length)
+        self.unprepared.append(chunk)
+        self._spare.add(chunk)
+        taken = self._spare.take(nbytes)
+        assert taken is not None
+        return taken
 
     def _extend(self, nbytes: int) -> Extent:
         place = self._next_place
         self._next_place += 1
         self.segments[place] = max(self._segment_bytes, HEADER_BYTES + nbytes)
         return Extent(place, HEADER_BYTES, self.segments[place] - HEADER_BYTES)
+
+
+def _overlap(one: Extent, other: Extent) -> bool:
+    return (
+        one.place == other.place
+        and one.offset < other.offset + other.nbytes
+        and other.offset < one.offset + one.nbytes
+    )
 
 
 def _pack(extent: Extent) -> int:

@@ -238,12 +238,26 @@ class Segments:
             self._disk.close(handle)
 
     def _write(self, extent: Extent, start: int, data: memoryview) -> None:
+        if self._placement.unprepared:
+            self._prepare()
         handle = self._handle(extent.place)
         end = start + data.nbytes
         if start % BLOCK_BYTES or (end % BLOCK_BYTES and end != extent.nbytes):
             self._patch(handle, extent.offset + start, data)
         else:
             transfer.write(self._disk, handle, extent.offset + start, data)
+
+    def _prepare(self) -> None:
+        """Get blocks for the room handed out last; without them writes only take longer."""
+        with self._lock:
+            runs = self._placement.prepare()
+        for run in runs:
+            try:
+                with suppress(OSError):
+                    self._disk.preallocate(self._handle(run.place), run.offset, run.nbytes)
+            finally:
+                with self._lock:
+                    self._placement.prepared(run)
 
     def _patch(self, handle: Handle, offset: int, data: memoryview) -> None:
         """Write what shares its first or last block with other bytes."""
