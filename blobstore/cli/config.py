@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from blobstore.cli.options import ConfigFile, Json, configured
-from blobstore.cli.output import console, exact_size, print_json, table
+from blobstore.cli.output import exact_size, print_json, print_table
 from blobstore.config import Config, Entry
 from blobstore.errors import SetupError
 
@@ -31,7 +31,7 @@ def show(config: ConfigFile = None, as_json: Json = False) -> None:
         print_json(_as_tree(tree))
         return
     rows = [(f"{e.section}.{e.key}", _shown(e), e.source, e.comment) for e in tree.entries()]
-    console().print(table("", ("key", "value", "set by", "meaning"), rows))
+    print_table("", ("key", "value", "set by", "meaning"), rows)
 
 
 @app.command()

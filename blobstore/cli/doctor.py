@@ -14,7 +14,7 @@ from rich.text import Text
 
 from blobstore import host
 from blobstore.cli.options import ConfigFile, DataDir, Dram, Json, Socket, Ssd, configured
-from blobstore.cli.output import console, print_json, table
+from blobstore.cli.output import console, print_json, print_table
 from blobstore.config import Config
 from blobstore.errors import BlobStoreError
 from blobstore.sizing import dram_bytes, settings_for, ssd_bytes
@@ -237,11 +237,11 @@ _MARKS = {
 def _show(findings: list[Finding]) -> None:
     rows = [(_MARKS[f.verdict], f.subject, f.found, f.used) for f in findings]
     out = console()
-    out.print(table("", ("", "what", "found", "would be used"), rows))
+    print_table("", ("", "what", "found", "would be used"), rows)
     changes = [(_MARKS[f.verdict], f.subject, f.change) for f in findings if f.change]
     if changes:
         out.print()
-        out.print(table("What to change", ("", "what", "how"), changes))
+        print_table("What to change", ("", "what", "how"), changes)
     stopped = any(finding.verdict is Verdict.STOP for finding in findings)
     out.print()
     out.print("A daemon would not start here." if stopped else "A daemon can start here.")

@@ -33,9 +33,9 @@ def _plain(value: Any) -> object:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> Table:
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
     """A table without lines; a column whose name starts with ">" is for numbers."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False)
+    made = Table(box=None, pad_edge=False)
     for number, column in enumerate(columns):
         made.add_column(
             column.removeprefix(">"),
@@ -46,7 +46,10 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text
         )
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    return made
+    out = console()
+    if title:  # not the table's own: that one is broken at the table's width
+        out.print(Text(title, "bold"))
+    out.print(made)
 
 
 def exact_size(nbytes: int) -> str:

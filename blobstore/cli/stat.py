@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, connected
-from blobstore.cli.output import console, duration, print_json, table
+from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, configured, connected
+from blobstore.cli.output import console, duration, print_json, print_table
 from blobstore.errors import InvalidRequest
 from blobstore.units import format_size
 
@@ -49,19 +50,20 @@ def _hex(name: str, text: str, least: int, most: int) -> bytes:
     return bytes.fromhex(text)
 
 
-def _daemon(socket: str | None, config: Any, timeout_s: float, as_json: bool) -> None:
+def _daemon(socket: str | None, config: Path | None, timeout_s: float, as_json: bool) -> None:
     with connected(config, socket, timeout_s) as client:
-        body, address = client.stats(), client.address
+        body = client.stats()
     if as_json:
         print_json(body)
         return
     out = console()
-    out.print(f"[bold]{address}[/] up {duration(body['uptime_s'])}")
+    address = configured(config, socket=socket).local.socket
+    out.print(Text.assemble((f"unix:{address}", "bold"), f"  up {duration(body['uptime_s'])}"))
     out.print()
-    out.print(table("", ("tier", "", ">used", ">of", ">", "beside"), _tiers(body)))
+    print_table("", ("tier", "", ">used", ">of", ">", "beside"), _tiers(body))
     out.print()
     for label, text in _lines(body):
-        out.print(f"{label:<9}", text, style=None)
+        out.print(Text.assemble((f"{label:<9}", "red" if label == "faults" else "dim"), text))
 
 
 def _tiers(body: Mapping[str, Any]) -> list[tuple[str | Text, ...]]:
@@ -117,7 +119,7 @@ def _lines(body: Mapping[str, Any]) -> list[tuple[str, str]]:
     }
     found = [f"{counters[name]:,} {text}" for name, text in worries.items() if counters[name]]
     if found:
-        lines.append(("[red]faults[/]", ", ".join(found)))
+        lines.append(("faults", ", ".join(found)))
     return lines
 
 
@@ -126,14 +128,18 @@ def _by(counts: Mapping[str, int]) -> str:
 
 
 def _blob(
-    wanted: tuple[bytes, bytes], socket: str | None, config: Any, timeout_s: float, as_json: bool
+    wanted: tuple[bytes, bytes],
+    socket: str | None,
+    config: Path | None,
+    timeout_s: float,
+    as_json: bool,
 ) -> None:
     with connected(config, socket, timeout_s) as client:
         (facts,) = client.stat(wanted[0], [wanted[1]])
     if as_json:
         print_json(facts)
     elif facts:
-        console().print(table("", ("fact", "value"), [(n, _fact(n, v)) for n, v in facts.items()]))
+        print_table("", ("fact", "value"), [(n, _fact(n, v)) for n, v in facts.items()])
     else:
         console().print("unknown: no such blob was put here, or it was dropped")
     raise typer.Exit(0 if facts else 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 
 from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, connected
-from blobstore.cli.output import console, print_json, table
+from blobstore.cli.output import console, print_json, print_table
 from blobstore.units import format_size
 
 
@@ -25,7 +25,7 @@ def stats(
     out = console()
     for group, items in groupby(_flat(body), key=lambda item: item[0]):
         rows = [(name, shown(name, value)) for _, name, value in items]
-        out.print(table(group, ("name", ">value"), rows))
+        print_table(group, ("name", ">value"), rows)
         out.print()
 
 

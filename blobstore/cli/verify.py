@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from blobstore.cli.options import ConfigFile, Json, Socket, connected
-from blobstore.cli.output import console, duration, print_json, table
+from blobstore.cli.output import console, duration, print_json, print_table
 from blobstore.units import format_size
 
 TIMEOUT_MAX_S = 3600.0
@@ -52,11 +52,11 @@ def _show(body: Mapping[str, Any], took_s: float) -> None:
         f"read in {duration(took_s)}"
     )
     if body["corrupt"]:
-        rows = [(bad["tier"], bad["namespace"], bad["key"]) for bad in body["corrupt"]]
-        out.print(table("Corrupt, put aside", ("tier", "namespace", "key"), rows))
+        corrupt = [(bad["tier"], bad["namespace"], bad["key"]) for bad in body["corrupt"]]
+        print_table("Corrupt, put aside", ("tier", "namespace", "key"), corrupt)
     if body["unreadable"]:
-        rows = [(bad["key"], bad["error"]) for bad in body["unreadable"]]
-        out.print(table("Unreadable", ("key", "why"), rows))
+        unreadable = [(bad["key"], bad["error"]) for bad in body["unreadable"]]
+        print_table("Unreadable", ("key", "why"), unreadable)
     if not body["complete"]:
         out.print("[yellow]stopped early:[/] give --timeout more seconds to read the rest")
     elif not (body["corrupt"] or body["unreadable"]):
