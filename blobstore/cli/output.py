@@ -66,7 +66,7 @@ def duration(seconds: float) -> str:
     for unit, size, lower, lower_size in (("d", 86400, "h", 3600), ("h", 3600, "min", 60)):
         if whole >= size:
             return f"{whole // size} {unit} {whole % size // lower_size} {lower}"
-    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{seconds:.3g} s"
+    return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{round(seconds, 2):g} s"
 
 
 def report(error: BaseException) -> int:

@@ -51,7 +51,7 @@ def leaves(tree: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
 
 def shown(name: str, value: object) -> str:
     """A value for people: digits in groups, bytes also in the unit that fits."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if name.endswith("_id") or isinstance(value, bool) or not isinstance(value, int | float):
         return str(value)
     if "bytes" in name:
         return f"{value:,} ({format_size(value)})" if value >= 1024 else f"{value}"

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 
 from blobstore.cli.options import ConfigFile, Json, Socket, connected
-from blobstore.cli.output import console, duration, print_json, print_table
+from blobstore.cli.output import console, duration, print_json
 from blobstore.units import format_size
 
 TIMEOUT_MAX_S = 3600.0
@@ -51,12 +51,10 @@ def _show(body: Mapping[str, Any], took_s: float) -> None:
         f"{body['blobs']:,} blobs in {body['copies']:,} copies, {format_size(body['bytes'])} "
         f"read in {duration(took_s)}"
     )
-    if body["corrupt"]:
-        corrupt = [(bad["tier"], bad["namespace"], bad["key"]) for bad in body["corrupt"]]
-        print_table("Corrupt, put aside", ("tier", "namespace", "key"), corrupt)
-    if body["unreadable"]:
-        unreadable = [(bad["key"], bad["error"]) for bad in body["unreadable"]]
-        print_table("Unreadable", ("key", "why"), unreadable)
+    for bad in body["corrupt"]:  # lines, since ids that are broken by a table cannot be copied
+        print(f"corrupt, put aside: {bad['namespace']} {bad['key']} ({bad['tier']})")
+    for bad in body["unreadable"]:
+        print(f"unreadable: {bad['key']} ({bad['error']})")
     if not body["complete"]:
         out.print("[yellow]stopped early:[/] give --timeout more seconds to read the rest")
     elif not (body["corrupt"] or body["unreadable"]):

@@ -433,8 +433,11 @@ def test_verify_says_what_it_read(capsys: Output, client: type[FakeClient]) -> N
 @pytest.mark.parametrize(
     ("change", "word"),
     [
-        ({"corrupt": [{"namespace": "ab", "key": "cd", "tier": "ssd"}]}, "Corrupt"),
-        ({"unreadable": [{"key": "cd", "error": "EIO"}]}, "Unreadable"),
+        (
+            {"corrupt": [{"namespace": "ab", "key": "cd", "tier": "ssd"}]},
+            "corrupt, put aside: ab cd (ssd)",
+        ),
+        ({"unreadable": [{"key": "cd", "error": "EIO"}]}, "unreadable: cd (EIO)"),
         ({"complete": False}, "stopped early"),
     ],
 )
