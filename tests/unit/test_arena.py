@@ -208,6 +208,7 @@ def test_a_file_system_too_small_is_an_error_at_start(
     with tmpfs(tmp_path / "shm", 8 * MIB) as shm:
         if checked == "by the kernel":
             monkeypatch.setattr(arena_module, "_refuse_what_cannot_fit", lambda *_: None)
+            monkeypatch.setattr(arena_module, "_STEP_BYTES", 3 * MIB)
         began = time.monotonic()
         with pytest.raises(NotEnough) as refused:
             Arena.create(64 * MIB, directory=shm)

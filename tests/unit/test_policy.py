@@ -89,6 +89,17 @@ def test_every_walk_is_sorted_while_items_come_and_go(
     assert seen == expected
 
 
+def test_the_order_survives_thousands_of_uses() -> None:
+    rng = random.Random(7)
+    policy: LeafLru[int] = LeafLru()
+    last_used = {}
+    for _ in range(5_000):
+        item = rng.randrange(200)
+        last_used[item] = rng.random()
+        policy.offer(item, last_used[item], 1)
+    assert list(policy.victims()) == sorted(last_used, key=last_used.__getitem__)
+
+
 def test_stale_entries_stay_bounded() -> None:
     policy: LeafLru[int] = LeafLru()
     for use in range(10_000):
