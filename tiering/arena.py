@@ -25,9 +25,6 @@ import numpy.typing as npt
 from blobstore.errors import InvalidRequest, NotEnough, SetupError
 from blobstore.units import KIB, MIB, format_size
 
-HugePages = Literal["off", "auto", "require"]
-"""Ordinary pages; huge ones where the machine offers them; or nothing but huge ones."""
-
 Pages = Literal["small", "transparent", "hugetlb"]
 """What the arena got: ordinary pages, transparent huge pages, or reserved huge pages."""
 
@@ -73,17 +70,20 @@ class Arena:
         nbytes: int,
         *,
         directory: Path | None = None,
-        huge_pages: HugePages = "off",
+        huge_pages: str = "off",
     ) -> Arena:
         """An arena of at least `nbytes`, every page of it allocated before this returns.
 
         It is a memfd, sealed against resizing, or a nameless file in `directory`
-        (on tmpfs). Takes a second per few GiB. Raises NotEnough, with what was
-        wanted, what is available where, and the remedy; SetupError where no
-        file can be made. Nothing is left behind by a failure.
+        (on tmpfs). `huge_pages` is `off`, `auto` (where the machine offers them)
+        or `require`. Blocks for up to a second per few GiB, as `populate` does.
+        Raises NotEnough, with what was wanted, what is available where, and the
+        remedy; SetupError where no file can be made. A failure leaves nothing.
         """
         if nbytes < 1:
             raise InvalidRequest(f"an arena needs at least one byte, found {nbytes}")
+        if huge_pages not in ("off", "auto", "require"):
+            raise InvalidRequest(f"huge_pages is off, auto or require, found {huge_pages!r}")
         if huge_pages != "off" and directory is None:
             arena = _reserved(nbytes)
             if arena is not None:

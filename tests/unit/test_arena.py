@@ -49,6 +49,11 @@ def test_an_arena_of_nothing_is_refused(nbytes: int) -> None:
         Arena.create(nbytes)
 
 
+def test_an_unknown_wish_about_huge_pages_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="'on'"):
+        Arena.create(MIB, huge_pages="on")
+
+
 def test_both_descriptors_show_the_same_memory(arena: Arena) -> None:
     arena.view[5:10] = b"hello"
     for fd, access in [(arena.fd, mmap.ACCESS_WRITE), (arena.read_only_fd, mmap.ACCESS_READ)]:
