@@ -1,1 +1,31 @@
-"""What an inference server imports."""
+"""What an inference server imports: the clients, and the words of their calls.
+
+    from blobstore.clients import Client, KVLayout, Namespace
+
+Knows identity, protocol and errors, never the daemon.
+"""
+
+from __future__ import annotations
+
+from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.hit import Hit
+from blobstore.clients.sync import Client, Lease, Writer
+from blobstore.hint import Hint
+from blobstore.keys import Keys
+from blobstore.layout import KVLayout, LayerGroup, Shard
+from blobstore.namespace import Namespace, WriterGroup
+
+__all__ = [
+    "BoundNamespace",
+    "Client",
+    "Hint",
+    "Hit",
+    "KVLayout",
+    "Keys",
+    "LayerGroup",
+    "Lease",
+    "Namespace",
+    "Shard",
+    "Writer",
+    "WriterGroup",
+]

@@ -1,0 +1,25 @@
+"""What a match found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """How far a chain of keys is held: `blobs` leading blobs, which are `tokens` tokens.
+
+    The first `warm` are in DRAM. `eta_s` estimates how long a get of all takes. After a
+    fault nothing is held, and `reason` is the error's code.
+    """
+
+    blobs: int
+    tokens: int
+    warm: int = 0
+    eta_s: float = 0.0
+    reason: str = ""
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """The tier that each blob would come from."""
+        return ("dram",) * self.warm + ("ssd",) * (self.blobs - self.warm)

@@ -1,0 +1,246 @@
+"""One connection to a daemon: frames out, replies in, and what is owed sent along.
+
+The socket never blocks. How to wait for it is the business of the two kinds of
+connection, for threads (connection.py) and for an event loop (aio_connection.py).
+Many callers share a connection; a request and its reply are told by their id.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from collections import deque
+
+import msgspec
+
+from blobstore.clients import forks
+from blobstore.clients.session import Session
+from blobstore.errors import (
+    BlobStoreError,
+    FrameTooLarge,
+    ProtocolError,
+    Unavailable,
+    from_code,
+)
+from blobstore.protocol import (
+    Failed,
+    Leased,
+    Reply,
+    Request,
+    Reserved,
+    decode_reply,
+    encode,
+)
+from blobstore.transports.framing import FrameReader, pack
+
+RECEIVE_BYTES = 64 << 10
+UNSENT_BYTES_MAX = 16 << 20
+"""A daemon that has not read this much is taken for dead."""
+
+_REQUEST_ID_MAX = (1 << 32) - 1
+_NO_REPLY = 0
+
+
+class Broken(Unavailable):
+    """This connection is of no further use; another may be."""
+
+
+class Ticket:
+    """The place of one reply."""
+
+    __slots__ = ("done", "error", "reply", "request_id")
+
+    def __init__(self) -> None:
+        self.done = False
+        self.reply: Reply | None = None
+        self.error: BlobStoreError | None = None
+        self.request_id = _NO_REPLY
+
+    def settle(self, reply: Reply) -> None:
+        """The reply is here."""
+        if isinstance(reply, Failed):
+            self.error = from_code(reply.code, reply.message, reply.retry_after_s)
+        else:
+            self.reply = reply
+        self.done = True
+        self.notify()
+
+    def fail(self, error: BlobStoreError) -> None:
+        """No reply will come."""
+        self.error = error
+        self.done = True
+        self.notify()
+
+    def notify(self) -> None:
+        """Wake whoever waits, if it can be asleep."""
+
+    def outcome(self) -> Reply:
+        """The reply; raises the error that came instead."""
+        if self.reply is None:
+            assert self.error is not None, "asked for the outcome of a call under way"
+            raise self.error
+        return self.reply
+
+
+class Link:
+    """The half of a connection that does not wait. Takes over the connected socket.
+
+    Any thread may send; one at a time may call receive.
+    """
+
+    def __init__(self, sock: socket.socket, session: Session) -> None:
+        self.session = session
+        self.broken_by = ""
+        """Why it is of no further use; empty while it is."""
+        self._sock = sock
+        self._boot_id = session.boot_id
+        self._max_body_bytes = session.terms.max_body_bytes
+        self._returns = session.returns
+        self._reader = FrameReader()
+        self._sending = threading.Lock()
+        self._last_id = 0
+        self._pending: dict[int, Ticket] = {}
+        self._unsent: deque[memoryview] = deque()
+        self._unsent_bytes = 0
+        self._returns.on_owed = self.flush
+        forks.watch(self)
+
+    def post(self, request: Request, ticket: Ticket) -> None:
+        """Send `request`; its reply goes to `ticket`.
+
+        Returns before all is sent if the socket's buffer is full. Raises Broken, and
+        FrameTooLarge without harm to the connection.
+        """
+        with self._sending:
+            self._last_id = self._last_id % _REQUEST_ID_MAX + 1
+            ticket.request_id = self._last_id
+            self._pending[ticket.request_id] = ticket
+            try:
+                self._write(ticket.request_id, request)
+            except BlobStoreError:
+                self._pending.pop(ticket.request_id, None)
+                raise
+            except BaseException:  # interrupted: it is unknown how much was sent
+                self.fail("interrupted while sending")
+                raise
+        if self._returns:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is owed to the daemon, unless that means to wait. Safe anywhere.
+
+        Whoever holds the lock that is not waited for here flushes after letting go of it.
+        """
+        returns = self._returns
+        while returns and not self._unsent and not self.broken_by:
+            if not self._sending.acquire(blocking=False):
+                return
+            try:
+                debt = returns.take()
+                try:
+                    self._write(_NO_REPLY, debt)
+                except Broken:
+                    returns.take_back(debt)
+                except BaseException:  # interrupted: it is unknown how much was sent
+                    self.fail("interrupted while sending")
+                    raise
+            finally:
+                self._sending.release()
+
+    def receive(self) -> None:
+        """Take in what has arrived: replies go to their tickets, late ones are undone."""
+        try:
+            data = self._sock.recv(RECEIVE_BYTES)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self.fail(f"cannot receive: {error}")
+            return
+        if not data:
+            self.fail("the daemon closed the connection")
+            return
+        try:
+            for request_id, boot_id, body in self._reader.feed(data):
+                if boot_id != self._boot_id:
+                    raise ProtocolError(f"a frame of boot {boot_id:#x}")
+                self._dispatch(request_id, decode_reply(body))
+        except (FrameTooLarge, ProtocolError, msgspec.DecodeError) as error:
+            self.fail(f"the daemon broke the protocol: {error}")
+
+    def undo(self, reply: Reply) -> None:
+        """Give back what a reply lent that nobody waits for any longer."""
+        if isinstance(reply, Leased) and reply.lease_id:
+            self._returns.end_lease(reply.lease_id)
+        elif isinstance(reply, Reserved) and reply.reservation_id:
+            self._returns.give_up(reply.reservation_id)
+
+    def forget(self, ticket: Ticket) -> None:
+        """Nobody waits for this reply any longer: undo it if it is here, or when it comes."""
+        self._pending.pop(ticket.request_id, None)
+        ticket.done = True
+        if ticket.reply is not None:
+            self.undo(ticket.reply)
+
+    def fail(self, why: str) -> None:
+        """Give up this connection: all calls on it end with Broken. Safe anywhere."""
+        self.broken_by = self.broken_by or why
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
+        self._fail_pending(self.broken_by)
+
+    def leave_parent(self) -> None:
+        """In a forked child: close this copy of the socket, and leave the parent's alone."""
+        self.broken_by = "belongs to the parent process"
+        self._sock.close()
+
+    def _fail_pending(self, why: str) -> None:
+        while self._pending:
+            with contextlib.suppress(KeyError):  # a reply may come at the same moment
+                self._pending.popitem()[1].fail(Broken(why))
+
+    def _dispatch(self, request_id: int, reply: Reply) -> None:
+        ticket = self._pending.pop(request_id, None)
+        if ticket is None:
+            self.undo(reply)
+        else:
+            ticket.settle(reply)
+
+    def _write(self, request_id: int, request: Request) -> None:
+        """Send one frame, or queue what the socket does not take. Under the lock."""
+        if self.broken_by:
+            raise Broken(self.broken_by)
+        body = encode(request)
+        if len(body) > self._max_body_bytes:
+            raise FrameTooLarge(
+                f"{type(request).__name__} of {len(body)} bytes exceeds the daemon's limit of "
+                f"{self._max_body_bytes}: name fewer keys"
+            )
+        frame = pack(request_id, self._boot_id, body)
+        sent = 0 if self._unsent else self._send(frame)
+        if sent != len(frame):
+            self._unsent.append(memoryview(frame)[sent:])
+            self._unsent_bytes += len(frame) - sent
+            if self._unsent_bytes > UNSENT_BYTES_MAX:
+                self.fail(f"the daemon has left {self._unsent_bytes} bytes unread")
+                raise Broken(self.broken_by)
+
+    def _write_unsent(self) -> None:
+        """Send more of what is queued. Under the lock."""
+        while self._unsent and not self.broken_by:
+            first = self._unsent[0]
+            sent = self._send(first)
+            self._unsent_bytes -= sent
+            if sent < len(first):
+                self._unsent[0] = first[sent:]
+                return
+            self._unsent.popleft()
+
+    def _send(self, data: bytes | memoryview) -> int:
+        try:
+            return self._sock.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.fail(f"cannot send: {error}")
+            raise Broken(self.broken_by) from error

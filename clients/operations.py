@@ -1,0 +1,148 @@
+"""The verbs that are one request: declare, match, exists, drop, pin, prefetch, stats and so on.
+
+A fault inside is a miss: nothing is held, nothing was done. Only the caller's own
+mistakes are raised.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar
+
+from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.hit import Hit
+from blobstore.clients.steps import Call, Operation, ask, reason
+from blobstore.errors import BlobStoreError, UnknownNamespace
+from blobstore.keys import Keys
+from blobstore.protocol import (
+    Declare,
+    Declared,
+    Done,
+    Drop,
+    Exists,
+    Held,
+    Keyed,
+    Match,
+    Matched,
+    Pin,
+    Ping,
+    Pong,
+    Prefetch,
+    Reply,
+    Report,
+    Request,
+    Stat,
+    Stats,
+    Verify,
+)
+
+R = TypeVar("R", bound=Reply)
+
+
+def ask_in(ns: BoundNamespace, request: Keyed, expected: type[R]) -> Operation[R]:
+    """The reply to a request in `ns`, which is declared if this daemon does not know it yet."""
+    try:
+        return (yield from ask(request, expected))
+    except UnknownNamespace:
+        yield from ask(Declare(ns.namespace.encode()), Declared)
+        return (yield from ask(request, expected))
+
+
+def declare(ns: BoundNamespace) -> Operation[None]:
+    """Tell the daemon of `ns`. If it cannot be told now, the first call that needs it will."""
+    try:
+        yield from ask(Declare(ns.namespace.encode()), Declared)
+    except BlobStoreError as error:
+        reason(error)
+
+
+def ping() -> Operation[bool]:
+    """Whether the daemon answers."""
+    try:
+        yield from ask(Ping(), Pong)
+    except BlobStoreError as error:
+        reason(error)
+        return False
+    return True
+
+
+def match(ns: BoundNamespace, keys: Keys) -> Operation[Hit]:
+    """How far the chain is held."""
+    if not keys:
+        return Hit(0, 0)
+    request = Match(ns.id, keys.packed, keys.key_bytes)
+    try:
+        found = yield from ask_in(ns, request, Matched)
+    except BlobStoreError as error:
+        return Hit(0, 0, reason=reason(error))
+    return Hit(found.blobs, ns.leading_tokens(keys, found.blobs), found.warm, found.eta_s)
+
+
+def exists(ns: BoundNamespace, keys: Keys) -> Operation[list[bool]]:
+    """Which keys are held."""
+    if not keys:
+        return []
+    request = Exists(ns.id, keys.packed, keys.key_bytes)
+    try:
+        found = yield from ask_in(ns, request, Held)
+    except BlobStoreError as error:
+        reason(error)
+        return [False] * len(keys)
+    return [held != 0 for held in found.held]
+
+
+def drop(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
+    """Free blobs; how many."""
+    return _done(ns, Drop(ns.id, keys.packed, keys.key_bytes, tier))
+
+
+def pin(ns: BoundNamespace, keys: Keys, ttl_s: float) -> Operation[int]:
+    """Keep blobs from eviction; how many."""
+    return _done(ns, Pin(ns.id, keys.packed, keys.key_bytes, ttl_s))
+
+
+def prefetch(ns: BoundNamespace, keys: Keys) -> Operation[int]:
+    """Start loads; how many blobs are on their way."""
+    return _done(ns, Prefetch(ns.id, keys.packed, keys.key_bytes))
+
+
+def stat(ns: BoundNamespace, keys: Keys) -> Operation[list[dict[str, Any]]]:
+    """Facts about each blob."""
+    if not keys:
+        return []
+    report = yield from _report(Stat(ns.id, keys.packed, keys.key_bytes), ns)
+    blobs: list[dict[str, Any]] = report.get("blobs", [])
+    return blobs
+
+
+def stats() -> Operation[dict[str, Any]]:
+    """Counters and gauges."""
+    return (yield from _report(Stats()))
+
+
+def verify(call: Call) -> Operation[dict[str, Any]]:
+    """Read every blob and check its digests."""
+    return (yield from _report(Verify(call.daemon_timeout_s())))
+
+
+def _done(ns: BoundNamespace, request: Keyed) -> Operation[int]:
+    if not request.keys:
+        return 0
+    try:
+        done = yield from ask_in(ns, request, Done)
+    except BlobStoreError as error:
+        reason(error)
+        return 0
+    return done.count
+
+
+def _report(request: Request, ns: BoundNamespace | None = None) -> Operation[dict[str, Any]]:
+    """The body of a report; after a fault only its "reason"."""
+    try:
+        if ns is not None:
+            assert isinstance(request, Keyed)
+            report = yield from ask_in(ns, request, Report)
+        else:
+            report = yield from ask(request, Report)
+    except BlobStoreError as error:
+        return {"reason": reason(error)}
+    return report.body

@@ -1,0 +1,108 @@
+"""Getting blobs: leased in place, or copied to the caller's buffers window by window."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.buffers import Buffer, buffers_for
+from blobstore.clients.lease import LeaseBase
+from blobstore.clients.link import Ticket
+from blobstore.clients.operations import ask_in
+from blobstore.clients.steps import Call, Operation, Posted, Work, checked, reason
+from blobstore.clients.windows import windows
+from blobstore.errors import BlobStoreError
+from blobstore.keys import Keys
+from blobstore.protocol import Get, Leased
+
+L = TypeVar("L", bound=LeaseBase)
+
+
+def get(
+    call: Call,
+    kind: type[L],
+    ns: BoundNamespace,
+    keys: Keys,
+    *,
+    stream: bool,
+    wait: bool,
+) -> Operation[L]:
+    """Lease the leading blobs; after a fault none, with its code as the reason."""
+    if not keys:
+        return kind(ns, keys, None, _nothing(""), stream=False)
+    request = _request(call, ns, keys, stream=stream, wait=wait)
+    try:
+        leased = yield from ask_in(ns, request, Leased)
+    except BlobStoreError as error:
+        return kind(ns, keys, None, _nothing(reason(error)), stream=False)
+    return kind(ns, keys, call.link, leased, stream=stream)
+
+
+def get_into(
+    call: Call, ns: BoundNamespace, keys: Keys, buffers: object, lent_bytes_max: int
+) -> Operation[int]:
+    """Copy leading blobs into `buffers`; how many are there, complete.
+
+    The next window is asked for before this one is copied, so that its loads from SSD
+    and the copying overlap.
+    """
+    sizes = share_sizes(ns, keys, ns.reads)
+    targets = buffers_for(buffers, sizes, writable=True)
+    filled = 0
+    ticket: Ticket | None = None
+    cut = windows([ns.layout.nbytes(ns.tokens(keys, i)) for i in range(len(keys))], lent_bytes_max)
+    for number, window in enumerate(cut):
+        asked = keys[window.start : window.stop]
+        try:
+            if ticket is None:
+                request = _request(call, ns, asked)
+                leased = yield from ask_in(ns, request, Leased)
+            else:
+                leased = checked((yield ticket), Leased)
+            ticket = None
+            with LeaseBase(ns, asked, call.link, leased) as lease:
+                if len(lease) == len(window) and number + 1 < len(cut):
+                    following = cut[number + 1]
+                    ahead = _request(call, ns, keys[following.start : following.stop])
+                    ticket = yield Posted(ahead)
+                yield Work(partial(_copy_out, lease, ns, asked, targets[window.start :]))
+                filled += len(lease)
+        except BlobStoreError as error:
+            reason(error)
+            break
+        if ticket is None:
+            break
+    return filled
+
+
+def share_sizes(ns: BoundNamespace, keys: Keys, numbers: tuple[int, ...]) -> list[int]:
+    """Bytes of the parts with these numbers, for each blob."""
+    if not keys:
+        return []
+    full, last = (
+        sum(end - start for start, end in ns.runs(tokens, numbers))
+        for tokens in (ns.tokens_per_blob, ns.tokens(keys, len(keys) - 1))
+    )
+    return [full] * (len(keys) - 1) + [last]
+
+
+def _request(
+    call: Call, ns: BoundNamespace, keys: Keys, *, stream: bool = False, wait: bool = False
+) -> Get:
+    return Get(ns.id, keys.packed, keys.key_bytes, call.daemon_timeout_s(), stream, wait)
+
+
+def _nothing(why: str) -> Leased:
+    return Leased(0, b"", why, {})
+
+
+def _copy_out(lease: LeaseBase, ns: BoundNamespace, keys: Keys, targets: list[Buffer]) -> None:
+    for index, payload in enumerate(lease):
+        source = np.frombuffer(payload, np.uint8)
+        at = 0
+        for start, end in ns.runs(ns.tokens(keys, index), ns.reads):
+            targets[index].load(at, source[start:end])
+            at += end - start

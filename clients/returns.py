@@ -1,0 +1,142 @@
+"""What this process owes a daemon: leases that ended, extents and reservations to give back.
+
+The last view of a lease can die anywhere: on any thread, inside the garbage
+collector, in the middle of a call that holds a lock. So what is owed is only
+noted here, and sent by whoever can send without waiting. It is kept while there
+is no connection; a daemon that restarted is owed nothing.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from blobstore.protocol import Abort, Release
+
+IDS_PER_FRAME = 4096
+"""Bounds one Release; the daemon serves others in between."""
+
+
+class Disownable(Protocol):
+    """A lease or a writer: something that a forked child must not use."""
+
+    def disown(self) -> None:
+        """Every later use raises WrongProcess."""
+
+
+class Returns:
+    """The debts of this process to one daemon, and what it still holds of it."""
+
+    def __init__(self) -> None:
+        self.on_owed: Callable[[], None] = _nobody
+        """Called, without waiting for anything, when something is owed."""
+        self._leases: deque[int] = deque()
+        self._extents: deque[int] = deque()
+        self._aborts: deque[Abort] = deque()
+        self._held: dict[int, weakref.ref[Disownable]] = {}
+        self._viewed: set[int] = set()
+        self._writers: dict[int, weakref.ref[Disownable]] = {}
+        self._void = False
+
+    def __bool__(self) -> bool:
+        """Whether anything is owed."""
+        return bool(self._leases or self._extents or self._aborts)
+
+    @property
+    def holding(self) -> bool:
+        """Whether views of leased or lent bytes are alive, or writers are open."""
+        return bool(self._held or self._viewed or self._writers)
+
+    def hold(self, exporter: object, lease_id: int, lease: Disownable) -> None:
+        """The lease is held until `exporter`, which all its views keep alive, dies."""
+        self._held[lease_id] = weakref.ref(lease)
+        # The finalizer's registry keeps this object, and by on_owed the connection.
+        weakref.finalize(exporter, self.end_lease, lease_id).atexit = False
+
+    def end_lease(self, lease_id: int) -> None:
+        """Owe the end of a lease. Safe anywhere."""
+        self._held.pop(lease_id, None)
+        if not self._void:
+            self._leases.append(lease_id)
+            self.on_owed()
+
+    def open_writer(self, writer: Disownable, reservation_id: int) -> None:
+        """The connection is kept for this writer until it is sealed or given up."""
+        self._writers[reservation_id] = weakref.ref(writer)
+
+    def close_writer(self, reservation_id: int) -> None:
+        """The reservation was ended by a Seal."""
+        self._writers.pop(reservation_id, None)
+
+    def give_up(self, reservation_id: int, alive: Sequence[int] = ()) -> None:
+        """Owe the end of a reservation of which the blobs `alive` are still viewed. Safe anywhere.
+
+        Naming a reservation that the daemon ended, or whose connection broke, is
+        harmless: it says which of its extents are out of this process's reach.
+        """
+        self._writers.pop(reservation_id, None)
+        if not self._void:
+            self._aborts.append(Abort(reservation_id, list(alive)))
+            self.on_owed()
+
+    def hand_back_after(self, exporter: weakref.ref[Any], offset: int) -> None:
+        """Owe the extent at `offset` once `exporter` dies, or now if it is dead.
+
+        Only for extents that a Seal or an Abort before named as alive.
+        """
+        alive = exporter()
+        if alive is None:
+            self.hand_back(offset)
+            return
+        self._viewed.add(offset)
+        weakref.finalize(alive, self.hand_back, offset).atexit = False
+
+    def hand_back(self, offset: int) -> None:
+        """Owe an extent: no view of it is left. Safe anywhere."""
+        self._viewed.discard(offset)
+        if not self._void:
+            self._extents.append(offset)
+            self.on_owed()
+
+    def take(self) -> Abort | Release:
+        """A message that settles some of what is owed, which is owed no longer."""
+        if self._aborts:  # first: they name the extents that are handed back
+            return self._aborts.popleft()
+        return Release(_some(self._leases), _some(self._extents))
+
+    def take_back(self, unsent: Abort | Release) -> None:
+        """What `unsent` was to settle is owed still: not a byte of it was sent."""
+        if isinstance(unsent, Abort):
+            self._aborts.appendleft(unsent)
+        else:
+            self._leases.extendleft(unsent.lease_ids)
+            self._extents.extendleft(unsent.extents)
+
+    def write_off(self) -> None:
+        """The daemon is another one now: nothing is owed to the old one, and never will be."""
+        self._void = True
+        self._leases.clear()
+        self._extents.clear()
+        self._aborts.clear()
+        self.on_owed = _nobody
+
+    def leave_parent(self) -> None:
+        """In a forked child: all of this is the parent's."""
+        self.write_off()
+        for held in (*self._held.values(), *self._writers.values()):
+            holder = held()
+            if holder is not None:
+                holder.disown()
+        self._held.clear()
+        self._writers.clear()
+        self._viewed.clear()
+
+
+def _some(ids: deque[int]) -> list[int]:
+    return [ids.popleft() for _ in range(min(IDS_PER_FRAME, len(ids)))]
+
+
+def _nobody() -> None:
+    return None

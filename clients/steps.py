@@ -1,0 +1,97 @@
+"""How an operation is written once and run by both clients.
+
+An operation is a generator. It yields steps; the client performs each and sends the
+outcome back in, or throws in the BlobStoreError that came instead:
+
+    a request          sent, and its reply awaited
+    Posted(request)    sent only; the outcome is its Ticket
+    a Ticket           its reply is awaited
+    Work(function)     run where it does not hold up an event loop
+
+All requests of one operation travel on one connection, in order. The first is sent
+once more if that connection turns out to be dead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any, TypeVar
+
+from blobstore.clients.link import Link, Ticket
+from blobstore.errors import (
+    BlobStoreError,
+    InvalidRequest,
+    ProtocolError,
+    StaleBoot,
+    WrongProcess,
+)
+from blobstore.protocol import Reply, Request
+
+ANSWER_S = 0.02
+"""Kept back from what the daemon is told of a deadline, so that its answer comes in time."""
+
+T = TypeVar("T")
+R = TypeVar("R", bound=Reply)
+
+
+@dataclass(slots=True)
+class Posted:
+    """Send `request` and go on."""
+
+    request: Request
+
+
+@dataclass(slots=True)
+class Work:
+    """Copying or hashing: blocks, and releases the GIL most of the time."""
+
+    run: Callable[[], Any]
+
+
+Step = Request | Posted | Ticket | Work
+Operation = Generator[Step, Any, T]
+
+
+class Call:
+    """One operation under way: its deadline, and the connection that it stays on."""
+
+    __slots__ = ("deadline_s", "link", "posted")
+
+    def __init__(self, timeout_s: float, link: Link | None = None) -> None:
+        if not 0 <= timeout_s < math.inf:
+            raise InvalidRequest(f"timeout_s is a finite number of seconds, found {timeout_s}")
+        self.deadline_s = monotonic() + timeout_s
+        self.link = link
+        self.posted: list[Ticket] = []
+        """Requests whose replies the operation has not taken in yet."""
+
+    def remaining_s(self) -> float:
+        """Seconds to the deadline, at least 0."""
+        return max(self.deadline_s - monotonic(), 0.0)
+
+    def daemon_timeout_s(self) -> float:
+        """How long the daemon may take, so that its answer is here by the deadline."""
+        remaining_s = self.remaining_s()
+        return remaining_s - min(ANSWER_S, remaining_s / 10)
+
+
+def ask(request: Request, expected: type[R]) -> Operation[R]:
+    """The reply to `request`; ProtocolError if it is of another kind."""
+    return checked((yield request), expected)
+
+
+def checked(reply: Reply, expected: type[R]) -> R:
+    """`reply`, or ProtocolError if it is of another kind than `expected`."""
+    if type(reply) is not expected:
+        raise ProtocolError(f"wanted {expected.__name__}, the daemon sent {type(reply).__name__}")
+    return reply
+
+
+def reason(error: BlobStoreError) -> str:
+    """Why something is a miss. Raises `error` again if it is the caller's own mistake."""
+    if isinstance(error, InvalidRequest | WrongProcess) and not isinstance(error, StaleBoot):
+        raise error
+    return error.code

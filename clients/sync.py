@@ -1,0 +1,279 @@
+"""The client for threads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Self
+
+from blobstore.clients import operations, reading, writing
+from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.hit import Hit
+from blobstore.clients.lease import LeaseBase
+from blobstore.clients.runner import Runner
+from blobstore.clients.steps import Call
+from blobstore.clients.writer import WriterBase
+from blobstore.errors import InvalidRequest
+from blobstore.hint import Hint
+from blobstore.keys import Keys
+from blobstore.layout import Shard
+from blobstore.namespace import Namespace, WriterGroup
+
+TIMEOUT_S = 5.0
+
+
+class Client:
+    """A connection to the daemon on this machine, shared by all threads of this process.
+
+    Connects now, or raises Unavailable. Later a fault of any kind (a deadline, a daemon
+    that died or restarted, a full or failing tier) is a miss with a reason, never an
+    exception: recompute and go on. A restarted daemon is found again by the same client.
+    Raised are the caller's own mistakes (InvalidRequest) and durable puts that fail.
+
+    Every call takes `timeout_s`, by default the client's. In a forked child the client
+    connects anew; leases and writers of the parent raise WrongProcess there.
+    """
+
+    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
+        self._runner = Runner(address, timeout_s)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Disconnect; later calls miss. Views of leased bytes stay valid until they die."""
+        self._runner.close()
+
+    @property
+    def boot_id(self) -> int:
+        """Tells one run of the daemon from the next."""
+        return self._runner.boot_id
+
+    def namespace(self, namespace: Namespace, shard: Shard | None = None) -> BoundNamespace:
+        """What all calls name: a namespace, and optionally this rank's share of its blobs.
+
+        It is declared to this daemon, and to each later one that does not know it.
+        """
+        ns = BoundNamespace(namespace, shard)
+        call = self._runner.call(None)
+        self._runner.run(operations.declare(ns), call)
+        return ns
+
+    def ping(self, *, timeout_s: float | None = None) -> bool:
+        """Whether the daemon answers."""
+        return self._runner.run(operations.ping(), self._runner.call(timeout_s))
+
+    def match(
+        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> Hit:
+        """How many leading blobs are held. Does not keep them, and never counts as use."""
+        operation = operations.match(ns, Keys.of(keys))
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def get(
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        *,
+        timeout_s: float | None = None,
+        stream: bool = False,
+        wait: bool = False,
+    ) -> Lease:
+        """Lease the leading blobs that are held, to be read in place: `with kv.get(…) as lease`.
+
+        Waits until they are in DRAM. With `stream` it returns once room for them is
+        reserved, and `lease.wait` tells when bytes are there. With `wait`, blobs that
+        are being written count as held: best together with `stream`.
+        """
+        call = self._runner.call(timeout_s)
+        operation = reading.get(call, Lease, ns, Keys.of(keys), stream=stream, wait=wait)
+        lease = self._runner.run(operation, call)
+        lease._runner = self._runner
+        return lease
+
+    def get_into(
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        buffers: object,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Copy leading blobs into `buffers`; how many are there. Later buffers are undefined.
+
+        `buffers` are a list of one per key, or one for all; each anything with the buffer
+        protocol, `__cuda_array_interface__` or DLPack, contiguous. With a shard they take
+        the rank's parts. The chain may exceed the arena.
+        """
+        call = self._runner.call(timeout_s)
+        operation = reading.get_into(call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max)
+        return self._runner.run(operation, call)
+
+    def put(
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        *,
+        token_ids: object = None,
+        parent: bytes | None = None,
+        retention: str = "standard",
+        hint: Hint | None = None,
+        group: WriterGroup | None = None,
+        timeout_s: float | None = None,
+    ) -> Writer:
+        """Write new blobs in place: `with kv.put(…) as writer: writer[i][:] = …`.
+
+        They are sealed when the block ends, and stored by then; nothing is if it raises.
+        `parent` is the key that the first one continues (None: it is a root).
+        `retention` is "volatile", "standard" or "durable": on SSD by the end of the
+        block, or the block raises. Ranks that fill blobs together name their `group`.
+        `token_ids` are not stored by this version. Waits for room until the deadline.
+        """
+        call = self._runner.call(timeout_s)
+        terms = writing.Terms(parent, retention, hint, group)
+        operation = writing.reserve(call, Writer, ns, Keys.of(keys), terms)
+        writer = self._runner.run(operation, call)
+        writer._runner, writer._timeout_s = self._runner, timeout_s
+        return writer
+
+    def put_from(
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        buffers: object,
+        *,
+        token_ids: object = None,
+        parent: bytes | None = None,
+        retention: str = "standard",
+        hint: Hint | None = None,
+        group: WriterGroup | None = None,
+        timeout_s: float | None = None,
+    ) -> list[str]:
+        """Copy `buffers` into new blobs; what became of each, as in `writer.results`.
+
+        Arguments as of `get_into` and `put`. The chain may exceed the arena. From the
+        first blob that is refused, all are.
+        """
+        call = self._runner.call(timeout_s)
+        terms = writing.Terms(parent, retention, hint, group)
+        operation = writing.put_from(
+            call, ns, Keys.of(keys), buffers, terms, self._runner.lent_bytes_max
+        )
+        return self._runner.run(operation, call)
+
+    def exists(
+        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> list[bool]:
+        """Which keys are held, each for itself. Never counts as use."""
+        operation = operations.exists(ns, Keys.of(keys))
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def drop(
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        tier: str = "",
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Free blobs and all that continue them, those under a lease when it ends; how many.
+
+        With `tier` "dram", only copies in DRAM of blobs that are on SSD as well.
+        """
+        operation = operations.drop(ns, Keys.of(keys), tier)
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def pin(
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        ttl_s: float,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Keep blobs that are held from eviction for `ttl_s` seconds (0: no longer); how many."""
+        operation = operations.pin(ns, Keys.of(keys), ttl_s)
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def prefetch(
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        tier: str = "dram",
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """Start to bring leading blobs into DRAM; how many are on their way."""
+        if tier != "dram":
+            raise InvalidRequest(f"blobs can be prefetched to dram, not to {tier!r}")
+        operation = operations.prefetch(ns, Keys.of(keys))
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def stat(
+        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Facts about each blob, {} where nothing is known; [] after a fault."""
+        operation = operations.stat(ns, Keys.of(keys))
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """The daemon's counters and gauges; after a fault only a "reason"."""
+        return self._runner.run(operations.stats(), self._runner.call(timeout_s))
+
+    def verify(self, *, timeout_s: float | None = None) -> dict[str, Any]:
+        """Let the daemon read every blob and check its digests; after a fault only a "reason"."""
+        call = self._runner.call(timeout_s)
+        return self._runner.run(operations.verify(call), call)
+
+
+class Lease(LeaseBase):
+    """Leased blobs; see LeaseBase."""
+
+    __slots__ = ("_runner",)
+
+    _runner: Runner
+
+    def wait(self, index: int, part: int | None = None, *, timeout_s: float | None = None) -> bool:
+        """Wait until part `part` of `parts(index)`, or all of them, may be read; whether so.
+
+        If not, `reason` says why.
+        """
+        call = self._call(self._runner, timeout_s)
+        return self._runner.run(self._wait(call, index, part), call)
+
+    def _call(self, runner: Runner, timeout_s: float | None) -> Call:
+        call = runner.call(timeout_s)
+        call.link = self._link
+        return call
+
+
+class Writer(WriterBase):
+    """Blobs being written; see WriterBase."""
+
+    _runner: Runner
+    _timeout_s: float | None
+
+    def seal(self) -> None:
+        """End the writing: `results` are final. Raises if a durable blob is refused."""
+        call = self._call()
+        self._runner.run(self._seal(), call)
+
+    def seal_parts(self, index: int, parts: Sequence[int]) -> bool:
+        """Let waiting readers have these of `parts(index)`, which are written; whether so."""
+        return self._runner.run(self._seal_parts(index, parts), self._call())
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        if kind is None:
+            self.seal()
+        else:
+            self.abort()
+
+    def _call(self) -> Call:
+        call = self._runner.call(self._timeout_s)
+        call.link = self._link
+        return call

@@ -1,0 +1,160 @@
+"""Putting blobs: written in place, or copied from the caller's buffers window by window."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TypeVar
+
+from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.buffers import Buffer, buffers_for
+from blobstore.clients.link import Ticket
+from blobstore.clients.operations import ask_in
+from blobstore.clients.reading import share_sizes
+from blobstore.clients.steps import Call, Operation, Work, reason
+from blobstore.clients.windows import windows
+from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable
+from blobstore.errors import BlobStoreError, InvalidRequest
+from blobstore.hint import Hint
+from blobstore.keys import Keys
+from blobstore.namespace import WriterGroup
+from blobstore.protocol import NO_EXTENT, Reserve, Reserved
+
+W = TypeVar("W", bound=WriterBase)
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How blobs are put: what the first one continues, and what is to become of them."""
+
+    parent: bytes | None
+    retention: str
+    hint: Hint | None
+    group: WriterGroup | None
+
+
+def reserve(
+    call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: Terms
+) -> Operation[W]:
+    """A writer for `keys`; after a fault, one that has nothing to write to but its own memory."""
+    numbers = _numbers(ns, terms)
+    _check_parent(keys, terms.parent)
+    if not keys or not numbers:
+        nothing = _nothing(len(keys), NO_PARTS)
+        return kind(ns, keys, numbers, terms.retention, None, nothing)
+    try:
+        reserved = yield from ask_in(ns, _request(call, ns, keys, numbers, terms), Reserved)
+    except BlobStoreError as error:
+        nothing = _nothing(len(keys), reason(error))
+        return kind(ns, keys, numbers, terms.retention, None, nothing)
+    return kind(ns, keys, numbers, terms.retention, call.link, reserved)
+
+
+def put_from(
+    call: Call, ns: BoundNamespace, keys: Keys, buffers: object, terms: Terms, lent_bytes_max: int
+) -> Operation[list[str]]:
+    """Put all of `buffers`; the result of each blob, "refused" from the first that is.
+
+    A window is copied while the one before it is digested. Raises if `terms` say
+    durable and a blob is refused; those before it are stored.
+    """
+    numbers = _numbers(ns, terms)
+    sources = buffers_for(buffers, share_sizes(ns, keys, numbers), writable=False)
+    results: list[str] = []
+    reasons: list[str] = []
+    sealing: _Sealing | None = None
+    sizes = [ns.layout.nbytes(ns.tokens(keys, i)) for i in range(len(keys))]
+    for window in windows(sizes, lent_bytes_max):
+        chunk = keys[window.start : window.stop]
+        if window.start:
+            terms = replace(terms, parent=keys[window.start - 1])
+        writer = yield from reserve(call, WriterBase, ns, chunk, terms)
+        if sealing is not None and writer.reasons[0] == _ORPHAN:
+            # The parent is being sealed; this daemon wants to see it first.
+            writer.abort()
+            yield from sealing.finish(results, reasons)
+            sealing = None
+            writer = yield from reserve(call, WriterBase, ns, chunk, terms)
+        yield Work(partial(_fill, writer, sources[window.start : window.stop]))
+        if sealing is not None:
+            yield from sealing.finish(results, reasons)
+        if results and results[-1] == "refused":
+            writer.abort()
+            sealing = None
+            break
+        sealing = _Sealing(writer, (yield from writer._post_seal()))
+    if sealing is not None:
+        yield from sealing.finish(results, reasons)
+    missing = len(keys) - len(results)
+    results += ["refused"] * missing
+    reasons += [_ORPHAN] * missing
+    if terms.retention == DURABLE:
+        check_durable(results, reasons)
+    return results
+
+
+@dataclass(slots=True)
+class _Sealing:
+    """A window under way to being published."""
+
+    writer: WriterBase
+    ticket: Ticket | None
+
+    def finish(self, results: list[str], reasons: list[str]) -> Operation[None]:
+        """Wait for it, and add what became of its blobs."""
+        yield from self.writer._take_in_seal(self.ticket)
+        results += self.writer.results
+        reasons += self.writer.reasons
+
+
+_ORPHAN = "orphan"
+"""The daemon's reason: the blob that this one continues is not held."""
+
+
+def _fill(writer: WriterBase, sources: Sequence[Buffer]) -> None:
+    for index, source in enumerate(sources):
+        writer._fill(index, source)
+
+
+def _numbers(ns: BoundNamespace, terms: Terms) -> tuple[int, ...]:
+    """The parts that are written: a rank's own only together with the others of its group."""
+    numbers = ns.writes
+    if terms.group is None and len(numbers) < ns.layout.n_parts:
+        raise InvalidRequest(
+            f"this shard writes {len(numbers)} of {ns.layout.n_parts} parts: name the group that "
+            "writes the others, put(..., group=WriterGroup(id, epoch))"
+        )
+    return numbers
+
+
+def _check_parent(keys: Keys, parent: bytes | None) -> None:
+    if parent is not None and (not isinstance(parent, bytes) or len(parent) != keys.key_bytes):
+        raise InvalidRequest(f"parent is a key of {keys.key_bytes} bytes, found {parent!r}")
+
+
+def _request(
+    call: Call, ns: BoundNamespace, keys: Keys, numbers: tuple[int, ...], terms: Terms
+) -> Reserve:
+    group = terms.group
+    return Reserve(
+        ns.id,
+        keys.packed,
+        keys.key_bytes,
+        terms.parent or b"",
+        keys.tail_tokens,
+        terms.retention,
+        call.daemon_timeout_s(),
+        group.id if group is not None else "",
+        group.epoch if group is not None else 0,
+        list(numbers) if group is not None else [],
+        terms.hint.as_dict() if terms.hint is not None else {},
+    )
+
+
+def _nothing(n: int, why: str) -> Reserved:
+    return Reserved(0, _NO_EXTENT * n, [why] * n, 0.0)
+
+
+_NO_EXTENT = struct.pack("<QQ", NO_EXTENT, 0)
