@@ -61,6 +61,7 @@ class KVCache:
         # because the low halves of bf16 values, which imports skip, must be zero.
         shape = (sizes.layers, 2, sizes.kv_heads, capacity, sizes.head_size)
         self._state = np.zeros(shape, np.float32)
+        self._state.fill(0)  # touches every page now, as an engine's pool is, not during a restore
         self.chunks = 0
         self.open_ids: list[int] = []
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
@@ -75,6 +75,29 @@ def count_row(name: str, pairs: Pairs, count: int, limit_name: str, setting: Set
 def latency_row(name: str, pairs: Pairs, limit_name: str, setting: Setting) -> Row:
     """A row in seconds per operation."""
     return _row(name, pairs, "s", 0, limit_name, setting)
+
+
+def bound_row(
+    name: str, value: float, unit: Unit, bound: float, samples: Sequence[float], setting: Setting
+) -> Row:
+    """A row of a quantity that must stay below `bound`; `samples` are the single readings."""
+    pairs = Pairs(tuple(samples), (bound,), (bound / max(value, 1e-9),))
+    return Row(
+        name=name,
+        value=value,
+        unit=unit,
+        limit=bound,
+        limit_name="bound",
+        ratio=pairs.ratio,
+        n=len(samples),
+        median_s=pairs.median_s,
+        p99_s=pairs.p99_s,
+        spread=pairs.spread,
+        working_set_bytes=setting.working_set_bytes,
+        cold=setting.cold,
+        sync=setting.sync,
+        least=1.0,
+    )
 
 
 def _row(

@@ -1,0 +1,135 @@
+"""The commands `blobstore bench …` and `blobstore demo`; the command line finds them by name."""
+
+from __future__ import annotations
+
+import importlib
+import signal
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from blobstore.errors import BlobStoreError, SetupError
+
+DISK = Path("/var/tmp")  # noqa: S108 (a fresh directory is made in it)
+"""Used if --data is not given: /tmp is in memory on many machines."""
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Data = Annotated[
+    Path | None,
+    typer.Option(
+        "--data", metavar="DIR", help="Directory on the disk to use; /var/tmp if not given."
+    ),
+]
+Plot = Annotated[
+    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture of the ratios (SVG).")
+]
+Tiny = Annotated[bool, typer.Option("--tiny", help="Small and quick: shows that it works.")]
+Check = Annotated[bool, typer.Option("--check", help="Fail if a row misses what it must reach.")]
+
+_BENCHES = {
+    "tiers": ("tiers", "Bandwidth and latency of each tier beside its physical limit."),
+    "rpc": ("rpc", "Round trips on the local socket beside a bare echo."),
+    "midfill": ("midfill", "One turn of a 127,000 token conversation (needs 10 GB of memory)."),
+    "clients": ("clients_at_once", "Four client processes at once beside one alone."),
+    "catalogue": ("catalogue_scale", "200,000 blobs: seconds to open, memory per blob."),
+    "put-cost": ("put_cost", "A put beside 10,000 blobs and beside 100."),
+    "idle": ("idle", "CPU of an idle daemon, and its memory under load."),
+}
+
+
+class BelowBound(BlobStoreError):
+    """A row misses what it has to reach."""
+
+    code = "below_bound"
+
+
+bench = typer.Typer(
+    help="Measure this machine and this store, in turns, and show both.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+
+
+def _add(name: str, module: str, summary: str) -> None:
+    def command(
+        json: Json = False,
+        plot: Plot = None,
+        tiny: Tiny = False,
+        data: Data = None,
+        check: Check = False,
+    ) -> None:
+        _run(module, json=json, plot=plot, tiny=tiny, data=data, check=check)
+
+    command.__doc__ = summary
+    bench.command(name)(command)
+
+
+for _name, (_module, _summary) in _BENCHES.items():
+    _add(_name, _module, _summary)
+
+
+def demo(json: Json = False, data: Data = None) -> None:
+    """A real model's KV goes through a daemon, to disk, through a crash, and comes back."""
+    from blobstore.bench.demo import run_demo  # here: help needs none of its libraries
+
+    _end_in_order()
+    outcome = run_demo(_directory(data), _sayer(quiet=False))
+    if json:
+        sys.stdout.write(outcome.to_json() + "\n")
+    else:
+        outcome.print(_console())
+
+
+def _run(
+    module: str, *, json: bool, plot: Path | None, tiny: bool, data: Path | None, check: bool
+) -> None:
+    from blobstore.bench.machine import machine_facts
+    from blobstore.bench.plot import to_svg
+    from blobstore.bench.report import Report
+    from blobstore.bench.setup import Setup
+
+    _end_in_order()
+    setup = Setup(_directory(data), tiny, _sayer(quiet=json))
+    report = Report(machine_facts(setup.directory))
+    report.rows += importlib.import_module(f"blobstore.bench.{module}").rows(setup)
+    if json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        report.print(_console())
+    if plot is not None:
+        plot.write_text(to_svg(report.rows), encoding="utf-8")
+    if check and not report.met:
+        missed = ", ".join(f"{row.name} {row.ratio:.2f}" for row in report.rows if not row.met)
+        raise BelowBound(f"below what they have to reach: {missed}")
+
+
+def _directory(data: Path | None) -> Path:
+    directory = data or (DISK if DISK.is_dir() else Path(tempfile.gettempdir()))
+    if not directory.is_dir():
+        raise SetupError(f"{directory} is no directory: give --data one on the disk to use")
+    return directory
+
+
+def _console() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
+
+
+def _sayer(*, quiet: bool) -> Callable[[str], None]:
+    """Progress goes to standard error, so that standard output stays one document."""
+    console = Console(stderr=True, highlight=False, quiet=quiet)
+    return lambda line: console.print(line, style="dim", markup=False)
+
+
+def _end_in_order() -> None:
+    """SIGTERM unwinds, so that daemons and directories go with us."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    signal.signal(signal.SIGTERM, stop)

@@ -1,0 +1,287 @@
+"""`blobstore demo`: a real model's KV goes through a real daemon and comes back.
+
+A first process reads a document cold and stores its state. Then other
+processes go on from it: from DRAM, from SSD, after a crash, and on a branch.
+Each step must be served by the tier that it is about, by the daemon's own
+counters, and must give the very tokens of a run that computed everything.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.table import Table
+
+from blobstore.bench.chat import Chat
+from blobstore.bench.engine import CHUNK_TOKENS, Job, Turn, namespace
+from blobstore.bench.machine import machine_facts
+from blobstore.bench.model_file import MODEL, ModelFile
+from blobstore.bench.own_daemon import OwnDaemon
+from blobstore.clients import Client, KVLayout, Namespace
+from blobstore.errors import BlobStoreError
+from blobstore.units import GIB, MIB, format_size
+
+DOCUMENT_TOKENS_MIN = 1500
+MAX_TOKENS = 24
+DRAM_BYTES = 160 * MIB
+SSD_BYTES = 2 * GIB
+FILLER_BYTES = 4 * MIB
+
+INSTRUCTION = "You work in the harbour office. Answer in one short sentence, from this book.\n\n"
+FIRST = "What is the name of the ferry to Saint Brannoc?"
+FOLLOW_UP = "On which channel does the lifeboat station listen?"
+BRANCH = "Who is the harbour master?"
+
+Messages = list[tuple[str, str | list[int]]]
+Say = Callable[[str], None]
+
+
+class DemoFailed(BlobStoreError):
+    """A step was not served as it should have been, or gave other tokens."""
+
+    code = "demo_failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One turn by a process that started from the store, beside the run that computed all."""
+
+    name: str
+    served_from: Literal["dram", "ssd"]
+    turn: Turn
+    cold: Turn
+
+    @property
+    def speed_up(self) -> float:
+        """How much sooner the first token came."""
+        return self.cold.first_token_s / self.turn.first_token_s
+
+    def as_json(self) -> dict[str, Any]:
+        """The step as plain values."""
+        turn = asdict(self.turn)
+        del turn["prompt_ids"]
+        return {
+            "name": self.name,
+            "served_from": self.served_from,
+            "prompt_tokens": self.turn.prompt_tokens,
+            **turn,
+            "cold_prefill_s": self.cold.first_token_s,
+            "speed_up": self.speed_up,
+            "tokens_equal": self.turn.tokens == self.cold.tokens,
+        }
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What the demo showed."""
+
+    machine: dict[str, Any]
+    document_tokens: int
+    cold: Turn
+    steps: list[Step] = field(default_factory=list)
+
+    def to_json(self) -> str:
+        """Everything, as one JSON document."""
+        body = {
+            "machine": self.machine,
+            "model": MODEL,
+            "document_tokens": self.document_tokens,
+            "cold": {
+                "prompt_tokens": self.cold.prompt_tokens,
+                "prefill_s": self.cold.first_token_s,
+                "stored_blobs": self.cold.puts.get("stored", 0),
+                "text": self.cold.text,
+            },
+            "steps": [step.as_json() for step in self.steps],
+        }
+        return json.dumps(body, indent=2)
+
+    def print(self, console: Console) -> None:
+        """The table that the demo ends with."""
+        console.print(_table(self.steps))
+
+
+class EngineProcess:
+    """An engine of its own process; it shares nothing with the others but the store."""
+
+    def __init__(self, address: str) -> None:
+        command = [sys.executable, "-m", "blobstore.bench.engine", address]
+        self._process = subprocess.Popen(  # noqa: S603 (our own module)
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self._reply()
+
+    def answer(self, messages: Messages, *, restore: bool, store: bool) -> Turn:
+        """One turn. Raises DemoFailed, with what the process said, if it died."""
+        assert self._process.stdin is not None
+        job = Job(messages, MAX_TOKENS, restore=restore, store=store)
+        try:
+            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:
+            pass  # _reply says why it died
+        return Turn(**self._reply())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.communicate()
+
+    def _reply(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if line:
+            reply: dict[str, Any] = json.loads(line)
+            return reply
+        _, complaint = self._process.communicate()
+        raise DemoFailed(f"the engine process ended: {' / '.join(complaint.splitlines()[-3:])}")
+
+
+class Demo:
+    """The steps, in order, against one daemon."""
+
+    def __init__(self, daemon: OwnDaemon, file: ModelFile, say: Say) -> None:
+        self._daemon = daemon
+        self._namespace = namespace(file.sizes, file.digest)
+        self._say = say
+        document = (resources.files("blobstore.bench") / "demo_document.txt").read_text("utf-8")
+        self._opening: Messages = [("system", INSTRUCTION + document)]
+        self._document_tokens = len(Chat(file).turn("system", document))
+        assert self._document_tokens >= DOCUMENT_TOKENS_MIN
+
+    def run(self) -> Outcome:
+        """All steps; raises DemoFailed at the first that does not hold."""
+        asked: Messages = [*self._opening, ("user", FIRST)]
+        branch: Messages = [*self._opening, ("user", BRANCH)]
+        with self._engine("first process: reads the document cold, answers, stores") as engine:
+            cold = engine.answer(asked, restore=False, store=True)
+            self._say(f"  {cold.prompt_tokens} tokens in {cold.first_token_s:.1f} s: {cold.text}")
+            follow_up: Messages = [*asked, ("assistant", cold.tokens), ("user", FOLLOW_UP)]
+            self._say("  and computes the later turns in full, to compare with")
+            follow_up_cold = engine.answer(follow_up, restore=False, store=False)
+            branch_cold = engine.answer(branch, restore=False, store=False)
+        outcome = Outcome(machine_facts(self._daemon.data), self._document_tokens, cold)
+
+        def step(name: str, served_from: Literal["dram", "ssd"], *, on_branch: bool) -> None:
+            messages, reference = (
+                (branch, branch_cold) if on_branch else (follow_up, follow_up_cold)
+            )
+            turn = self._warm(name, messages, served_from)
+            self._check(name, turn, reference)
+            outcome.steps.append(Step(name, served_from, turn, reference))
+
+        step("a: second process, follow-up", "dram", on_branch=False)
+        self._squeeze(outcome.steps[0].turn)
+        step("b: DRAM squeezed", "ssd", on_branch=False)
+        self._say("the daemon is killed (SIGKILL) and started again")
+        self._daemon.kill()
+        self._daemon.start()
+        step("c: after the crash", "ssd", on_branch=False)
+        step("d: branch, another question", "dram", on_branch=True)
+        return outcome
+
+    @contextmanager
+    def _engine(self, what: str) -> Iterator[EngineProcess]:
+        self._say(what)
+        engine = EngineProcess(self._daemon.address)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+    def _warm(self, name: str, messages: Messages, served_from: str) -> Turn:
+        """A turn of a new process; the daemon's counters must show the tier and no other."""
+        with self._engine(name) as engine, self._daemon.client() as kv:
+            before = _hits(kv)
+            turn = engine.answer(messages, restore=True, store=True)
+            hits = {tier: n - before.get(tier, 0) for tier, n in _hits(kv).items()}
+        served = {tier: n for tier, n in hits.items() if n}
+        if served != {served_from: turn.restored_blobs} or not turn.restored_blobs:
+            raise DemoFailed(
+                f"{name}: {turn.restored_blobs} blobs should have come from {served_from}, but the "
+                f"daemon counted {served or 'none'}"
+            )
+        self._say(f"  {turn.restored_blobs} blobs from {served_from}: {turn.text}")
+        return turn
+
+    def _check(self, name: str, turn: Turn, cold: Turn) -> None:
+        shared = (len(cold.prompt_ids) - 1) // CHUNK_TOKENS
+        document = self._document_tokens // CHUNK_TOKENS
+        if turn.tokens != cold.tokens:
+            raise DemoFailed(
+                f"{name}: tokens {turn.tokens} differ from {cold.tokens}, computed cold"
+            )
+        if not document <= turn.restored_blobs <= shared:
+            raise DemoFailed(f"{name}: {turn.restored_blobs} blobs restored of {document} or more")
+
+    def _squeeze(self, turn: Turn) -> None:
+        """A neighbour puts blobs until the conversation's have left DRAM."""
+        with self._daemon.client() as kv:
+            ns = kv.namespace(self._namespace)
+            keys = ns.keys(turn.prompt_ids)
+            filler = kv.namespace(
+                Namespace("neighbour", KVLayout.opaque(FILLER_BYTES), hash_scheme="demo")
+            )
+            for number in range(2 * DRAM_BYTES // FILLER_BYTES):
+                with kv.put(filler, [number.to_bytes(8, "little")], retention="volatile") as writer:
+                    writer[0][:1] = b"x"
+                if "dram" not in kv.match(ns, keys).tiers:
+                    filled = format_size((number + 1) * FILLER_BYTES)
+                    self._say(f"a neighbour puts {filled}: the conversation leaves DRAM")
+                    return
+        raise DemoFailed(
+            f"the conversation is still in DRAM after {2 * DRAM_BYTES} bytes of others"
+        )
+
+
+def run_demo(directory: Path, say: Say) -> Outcome:
+    """Run the demo with a daemon in a temporary directory under `directory`.
+
+    Raises SetupError if the model is not installed, before anything is
+    started; DemoFailed if a step does not hold. Nothing is left behind.
+    """
+    file = ModelFile()
+    Chat(file)
+    dram, ssd = format_size(DRAM_BYTES), format_size(SSD_BYTES)
+    say(f"{MODEL}; a daemon with {dram} of DRAM and {ssd} on disk")
+    with OwnDaemon(directory, dram_bytes=DRAM_BYTES, ssd_bytes=SSD_BYTES) as daemon:
+        return Demo(daemon, file, say).run()
+
+
+def _hits(kv: Client) -> dict[str, int]:
+    hits: dict[str, int] = kv.stats()["counters"]["hit_blobs"]
+    return hits
+
+
+def _table(steps: list[Step]) -> Table:
+    table = Table(title="every token equals the cold run's", title_justify="left")
+    for column in ("step", "from"):
+        table.add_column(column)
+    for column in ("restored", "bytes", "cold prefill", "restore", "first token", "sooner"):
+        table.add_column(column, justify="right")
+    for step in steps:
+        turn = step.turn
+        table.add_row(
+            step.name,
+            step.served_from,
+            f"{turn.restored_tokens} of {turn.prompt_tokens} tokens",
+            format_size(turn.restored_bytes),
+            f"{step.cold.first_token_s:.2f} s",
+            f"{1e3 * turn.restore_s:.1f} ms",
+            f"{turn.first_token_s:.2f} s",
+            f"{step.speed_up:.1f} x",
+        )
+    return table

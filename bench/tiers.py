@@ -1,0 +1,12 @@
+"""`blobstore bench tiers`: what each tier gives beside its physical limit."""
+
+from __future__ import annotations
+
+from blobstore.bench import tiers_dram, tiers_ssd
+from blobstore.bench.report import Row
+from blobstore.bench.setup import Setup
+
+
+def rows(setup: Setup) -> list[Row]:
+    """The rows of all tiers of this node."""
+    return [*tiers_dram.rows(setup), *tiers_ssd.rows(setup)]
