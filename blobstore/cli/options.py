@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from blobstore.config import Config, load
-
-if TYPE_CHECKING:
-    from blobstore.clients import Client
 
 ConfigFile = Annotated[
     Path | None,
@@ -47,13 +42,3 @@ def configured(
     """The effective configuration under these options."""
     flags = {"store.data": data, "local.socket": socket, "dram.size": dram, "ssd.size": ssd}
     return load(file, flags=flags)
-
-
-@contextmanager
-def connected(file: Path | None, socket: str | None, timeout_s: float) -> Iterator[Client]:
-    """A client of the daemon that the options name. Raises Unavailable if none answers."""
-    from blobstore.clients import Client  # here: numpy would double the time to print help
-
-    config = configured(file, socket=socket)
-    with closing(Client(f"unix:{config.local.socket}", timeout_s=timeout_s)) as client:
-        yield client

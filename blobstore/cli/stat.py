@@ -10,9 +10,11 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, configured, connected
+from blobstore.cli.ask import ask
+from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, configured
 from blobstore.cli.output import console, duration, print_json, print_table
 from blobstore.errors import InvalidRequest
+from blobstore.protocol import Report, Stat, Stats
 from blobstore.units import format_size
 
 BAR_WIDTH = 20
@@ -51,14 +53,13 @@ def _hex(name: str, text: str, least: int, most: int) -> bytes:
 
 
 def _daemon(socket: str | None, config: Path | None, timeout_s: float, as_json: bool) -> None:
-    with connected(config, socket, timeout_s) as client:
-        body = client.stats()
+    path = configured(config, socket=socket).local.socket
+    body = ask(path, Stats(), Report, timeout_s).body
     if as_json:
         print_json(body)
         return
     out = console()
-    address = configured(config, socket=socket).local.socket
-    out.print(Text.assemble((f"unix:{address}", "bold"), f"  up {duration(body['uptime_s'])}"))
+    out.print(Text.assemble((f"unix:{path}", "bold"), f"  up {duration(body['uptime_s'])}"))
     out.print()
     print_table("", ("tier", "", ">used", ">of", ">", "beside"), _tiers(body))
     out.print()
@@ -134,8 +135,10 @@ def _blob(
     timeout_s: float,
     as_json: bool,
 ) -> None:
-    with connected(config, socket, timeout_s) as client:
-        (facts,) = client.stat(wanted[0], [wanted[1]])
+    path = configured(config, socket=socket).local.socket
+    namespace_id, key = wanted
+    report = ask(path, Stat(namespace_id, key, len(key)), Report, timeout_s)
+    (facts,) = report.body["blobs"]
     if as_json:
         print_json(facts)
     elif facts:

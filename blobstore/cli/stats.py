@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from itertools import groupby
 
-from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, connected
+from blobstore.cli.ask import ask
+from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, configured
 from blobstore.cli.output import console, print_json, print_table
+from blobstore.protocol import Report, Stats
 from blobstore.units import format_size
 
 
@@ -17,8 +19,8 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """Print all counters and gauges."""
-    with connected(config, socket, timeout_s) as client:
-        body = client.stats()
+    path = configured(config, socket=socket).local.socket
+    body = ask(path, Stats(), Report, timeout_s).body
     if as_json:
         print_json(body)
         return

@@ -9,12 +9,17 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
-from blobstore.cli.options import ConfigFile, Json, Socket, connected
+from blobstore.cli.ask import ask
+from blobstore.cli.options import ConfigFile, Json, Socket, configured
 from blobstore.cli.output import console, duration, print_json
+from blobstore.protocol import Report, Verify
 from blobstore.units import format_size
 
 TIMEOUT_MAX_S = 3600.0
 """The daemon grants no longer to any request."""
+
+ANSWER_S = 30.0
+"""For the one blob that it is reading when the time is up."""
 
 
 def verify(
@@ -35,8 +40,9 @@ def verify(
     """
     started_s = time.monotonic()
     waiting = Console(stderr=True).status("reading every blob back")
-    with connected(config, socket, timeout_s) as client, waiting:
-        body = client.verify(timeout_s=timeout_s)
+    path = configured(config, socket=socket).local.socket
+    with waiting:
+        body = ask(path, Verify(timeout_s), Report, timeout_s + ANSWER_S).body
     if as_json:
         print_json(body)
     else:

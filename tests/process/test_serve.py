@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.clients import BoundNamespace, Client, Keys, KVLayout, Namespace
 from blobstore.units import MIB
 from tests.support.daemon import Daemon, daemon
 from tests.support.polling import poll_until
@@ -56,6 +57,62 @@ def test_sigterm_does_not_wait_for_idle_connections(tmp_path: Path) -> None:
             connection.connect(os.fspath(run.socket))
         run.process.send_signal(signal.SIGTERM)
         assert run.wait(3.0) == 0
+
+
+def keys_of(kv: Client, n: int) -> tuple[BoundNamespace, Keys]:
+    layout = KVLayout.opaque(MIB)
+    ns = kv.namespace(Namespace(model="m", layout=layout, tokens_per_blob=16))
+    return ns, ns.keys(range(16 * n))
+
+
+def test_sealed_blobs_are_on_disk_after_sigterm(tmp_path: Path) -> None:
+    with daemon(tmp_path) as run, Client(run.address) as kv:
+        ns, keys = keys_of(kv, 8)
+        assert kv.put_from(ns, keys, [bytes([i]) * MIB for i in range(8)]) == ["stored"] * 8
+        run.process.send_signal(signal.SIGTERM)
+        assert run.wait() == 0
+    with daemon(tmp_path) as run, Client(run.address) as kv:
+        ns, keys = keys_of(kv, 8)
+        with kv.get(ns, keys) as lease:
+            assert [lease[i] == bytes([i]) * MIB for i in range(len(lease))] == [True] * 8
+
+
+def test_a_put_in_flight_at_sigterm_is_finished_and_new_ones_are_refused(tmp_path: Path) -> None:
+    with daemon(tmp_path) as run, Client(run.address) as kv:
+        ns, keys = keys_of(kv, 2)
+        with kv.put(ns, keys[:1]) as writer:
+            run.process.send_signal(signal.SIGTERM)
+            poll_until(lambda: "draining" in run.said)
+            assert kv.put_from(ns, keys[1:], [bytes(MIB)], parent=keys[0]) == ["refused"]
+            writer[0][:] = b"x" * MIB
+        assert writer.results == ["stored"]
+        assert run.wait() == 0
+    with daemon(tmp_path) as run, Client(run.address) as kv:
+        ns, keys = keys_of(kv, 2)
+        assert kv.match(ns, keys).blobs == 1
+
+
+def test_a_put_that_never_ends_does_not_outlast_the_drain_limit(tmp_path: Path) -> None:
+    environ = {"BLOBSTORE__TIMES__DRAIN_S": "0.5"}
+    with daemon(tmp_path, environ=environ) as run, Client(run.address) as kv:
+        ns, keys = keys_of(kv, 1)
+        with kv.put(ns, keys) as writer:
+            writer[0][:] = b"x" * MIB
+            run.process.send_signal(signal.SIGTERM)
+            assert run.wait(2.5) == 0
+        assert writer.results == ["refused"]
+
+
+def test_a_second_signal_stops_it_at_once(tmp_path: Path) -> None:
+    environ = {"BLOBSTORE__TIMES__DRAIN_S": "60"}
+    with daemon(tmp_path, environ=environ) as run, Client(run.address) as kv:
+        ns, keys = keys_of(kv, 1)
+        with kv.put(ns, keys):
+            run.process.send_signal(signal.SIGTERM)
+            poll_until(lambda: "draining" in run.said)
+            run.process.send_signal(signal.SIGTERM)
+            assert run.wait(3.0) == 0
+        assert not is_there(run.socket)
 
 
 def test_what_it_creates_is_private(tmp_path: Path) -> None:

@@ -1,17 +1,15 @@
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
-from typing import Any, ClassVar
 
 import pytest
 import typer
 
-from blobstore import __version__, clients, host
+from blobstore import __version__, host
 from blobstore.cli import main, plugins
 from blobstore.cli.output import duration, exact_size, report
 from blobstore.config import ENV_PREFIX, KEYS
@@ -24,8 +22,6 @@ from blobstore.errors import (
     Unavailable,
     UnknownNamespace,
 )
-from blobstore.settings import StoreSettings
-from blobstore.store import Store
 from blobstore.units import GIB, MIB, parse_size
 
 Output = pytest.CaptureFixture[str]
@@ -272,196 +268,6 @@ def test_doctor_tells_people_in_tables_and_a_verdict(
     out = capsys.readouterr().out
     assert "STOP" in out
     assert "A daemon would not start here." in out
-
-
-class FakeClient:
-    """Answers what a real store said, and remembers what it was asked."""
-
-    answers: ClassVar[dict[str, Any]] = {}
-    asked: ClassVar[list[tuple[Any, ...]]] = []
-
-    def __init__(self, address: str, *, timeout_s: float) -> None:
-        self.asked.append(("connect", address, timeout_s))
-
-    def close(self) -> None:
-        self.asked.append(("close",))
-
-    def stats(self) -> Any:
-        return self.answers["stats"]
-
-    def stat(self, namespace: bytes, keys: list[bytes]) -> Any:
-        self.asked.append(("stat", namespace, *keys))
-        return self.answers["stat"]
-
-    def verify(self, *, timeout_s: float) -> Any:
-        self.asked.append(("verify", timeout_s))
-        return self.answers["verify"]
-
-
-@pytest.fixture
-def client(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> type[FakeClient]:
-    async def what_a_store_says() -> dict[str, Any]:
-        store = await Store.open(StoreSettings(tmp_path, 16 * MIB, ssd_bytes=64 * MIB))
-        try:
-            return {"stats": store.stats(), "verify": await store.verify(1.0)}
-        finally:
-            await store.close()
-
-    monkeypatch.setattr(clients, "Client", FakeClient, raising=False)
-    monkeypatch.setattr(FakeClient, "answers", asyncio.run(what_a_store_says()))
-    monkeypatch.setattr(FakeClient, "asked", [])
-    return FakeClient
-
-
-def test_stat_shows_tiers_and_holders_at_one_glance(
-    capsys: Output, client: type[FakeClient]
-) -> None:
-    client.answers["stats"]["tiers"]["dram"]["used_bytes"] = 12 * MIB
-    client.answers["stats"]["leases"] = 1234
-    assert main(["stat", "--socket", "unix:/x/b.sock", "--timeout", "2"]) == 0
-    assert client.asked == [("connect", "unix:/x/b.sock", 2.0), ("close",)]
-    out = capsys.readouterr().out
-    lines = out.splitlines()
-    dram, ssd = (next(line for line in lines if tier in line) for tier in ("dram", "ssd"))
-    assert "12 MiB" in dram
-    assert "16 MiB" in dram
-    assert "75%" in dram
-    assert "64 MiB" in ssd
-    assert "1,234 leases" in out
-    assert "faults" not in out
-    assert max(map(len, lines)) <= 80
-
-
-def test_stat_shows_faults_only_if_there_are_any(capsys: Output, client: type[FakeClient]) -> None:
-    client.answers["stats"]["counters"]["corrupt"] = 3
-    assert main(["stat"]) == 0
-    assert "3 corrupt copies" in capsys.readouterr().out
-
-
-def test_stat_of_a_daemon_without_a_disk_shows_one_tier(
-    capsys: Output, client: type[FakeClient]
-) -> None:
-    del client.answers["stats"]["tiers"]["ssd"]
-    assert main(["stat"]) == 0
-    assert "ssd" not in capsys.readouterr().out
-
-
-FACTS = {"key": "ab", "tiers": ["dram", "ssd"], "nbytes": 4 * MIB, "idle_s": 61.5, "pins": 0}
-
-
-def test_stat_of_one_blob_takes_ids_in_either_case(
-    capsys: Output, client: type[FakeClient]
-) -> None:
-    client.answers["stat"] = [FACTS]
-    assert main(["stat", "AB" * 32, "cd" * 32]) == 0
-    assert ("stat", b"\xab" * 32, b"\xcd" * 32) in client.asked
-    out = capsys.readouterr().out
-    assert "4,194,304 (4 MiB)" in out
-    assert "dram, ssd" in out
-    assert "1 min 1 s" in out
-    assert main(["stat", "ab" * 32, "cd" * 32, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == FACTS
-
-
-def test_stat_of_an_unknown_blob_exits_1(capsys: Output, client: type[FakeClient]) -> None:
-    client.answers["stat"] = [{}]
-    assert main(["stat", "ab" * 32, "cd" * 8]) == 1
-    assert "unknown" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("namespace", "key"),
-    [
-        ("ab" * 31, "cd" * 32),
-        ("ab" * 33, "cd" * 32),
-        ("ab" * 32, "cd" * 7),
-        ("ab" * 32, "cd" * 65),
-        ("ab" * 32, "c" * 65),
-        ("ab" * 32, "sha256:" + "cd" * 32),
-        ("ab" * 32, ".." + "/" * 30),
-        ("ab" * 32, "cd " * 16),
-        ("", "cd" * 32),
-        ("ab" * 32, ""),
-        ("ab" * 32, "\u0661" * 64),
-        ("ab" * 32, "cd" * 5000),
-    ],
-)
-def test_odd_ids_are_refused_before_anybody_is_asked(
-    capsys: Output, client: type[FakeClient], namespace: str, key: str
-) -> None:
-    assert main(["stat", namespace, key]) == 2
-    assert "hex digits" in one_line(capsys)
-    assert client.asked == []
-
-
-def test_a_namespace_alone_is_a_usage_error(capsys: Output, client: type[FakeClient]) -> None:
-    assert main(["stat", "ab" * 32]) == 2
-    assert "KEY" in one_line(capsys)
-
-
-def leaf_names(tree: dict[str, Any]) -> set[str]:
-    return {
-        name
-        for key, value in tree.items()
-        for name in (leaf_names(value) if isinstance(value, dict) else {key})
-    }
-
-
-def test_stats_shows_every_counter_and_gauge(capsys: Output, client: type[FakeClient]) -> None:
-    assert main(["stats"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    names = {line.split()[0].rpartition(".")[2] for line in lines if line.strip()}
-    assert names >= leaf_names(client.answers["stats"])
-
-
-@pytest.mark.parametrize("command", ["stat", "stats", "verify"])
-def test_json_is_the_whole_answer(capsys: Output, client: type[FakeClient], command: str) -> None:
-    assert main([command, "--json"]) == 0
-    answer = client.answers["verify" if command == "verify" else "stats"]
-    assert json.loads(capsys.readouterr().out) == answer
-
-
-def test_verify_says_what_it_read(capsys: Output, client: type[FakeClient]) -> None:
-    client.answers["verify"] |= {"blobs": 7, "copies": 14, "bytes": 3 * GIB}
-    assert main(["verify", "--timeout", "60"]) == 0
-    assert ("verify", 60.0) in client.asked
-    out = capsys.readouterr().out
-    assert "7 blobs in 14 copies, 3 GiB" in out
-    assert "all good" in out
-
-
-@pytest.mark.parametrize(
-    ("change", "word"),
-    [
-        (
-            {"corrupt": [{"namespace": "ab", "key": "cd", "tier": "ssd"}]},
-            "corrupt, put aside: ab cd (ssd)",
-        ),
-        ({"unreadable": [{"key": "cd", "error": "EIO"}]}, "unreadable: cd (EIO)"),
-        ({"complete": False}, "stopped early"),
-    ],
-)
-def test_verify_exits_1_unless_everything_was_read_and_sound(
-    capsys: Output, client: type[FakeClient], change: dict[str, Any], word: str
-) -> None:
-    client.answers["verify"] |= change
-    assert main(["verify"]) == 1
-    out = capsys.readouterr().out
-    assert word in out
-    assert "all good" not in out
-    assert main(["verify", "--json"]) == 1
-
-
-def test_an_unreachable_daemon_exits_3(
-    capsys: Output, client: type[FakeClient], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object, **__: object) -> None:
-        raise Unavailable("no daemon answers at unix:/x")
-
-    monkeypatch.setattr(client, "__init__", refuse)
-    for command in ("stat", "stats", "verify"):
-        assert main([command]) == 3
-        assert "no daemon answers" in one_line(capsys)
 
 
 def hello(name: str = "you") -> None:
