@@ -25,6 +25,7 @@ from blobstore.units import MIB
 WRITE_LIMIT_NAME = f"O_DIRECT writes of new space, {IN_FLIGHT} in flight, fdatasync after each"
 READ_LIMIT_NAME = f"O_DIRECT reads into shared memory, {IN_FLIGHT} in flight"
 LAYERS = 32
+WRITTEN_BACK_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,15 +102,17 @@ class _Disk:
         return self._write_row("ssd.write", pairs)
 
     def write_full(self) -> Row:
-        """Durable puts that each evict others: the tier stays full."""
-        before = self._evicted()
-        while self._evicted() - before < self._scale.per_sample:
-            self._put_fresh()
+        """Durable puts into a full tier: each makes other blobs leave it."""
+        self._fill_up()
 
         def sample() -> float:
-            evicted = self._evicted()
-            _, taken_s = self._put_fresh()
-            require(self._evicted() > evicted, "the full tier evicted to make room")
+            evicted = self._counter("ssd_evicted")
+            keys, taken_s = self._put_fresh()
+            evicted = self._counter("ssd_evicted") - evicted
+            require(evicted >= len(keys) // 2, f"{len(keys)} puts evicted others, not {evicted}")
+            # Durable blobs are never evicted, so that they make way for others here.
+            self._kv.drop(self._ns, keys)
+            self._fill_up()
             return taken_s
 
         pairs = alternate(lambda: [sample()], self._raw_write, self._scale.n_pairs)
@@ -203,9 +206,21 @@ class _Disk:
         cached = resident_pages(self._daemon.segment_files())
         require(cached == 0, f"no page of a segment was cached, but {cached} were")
 
-    def _evicted(self) -> int:
-        evicted: int = self._kv.stats()["counters"]["ssd_evicted"]
-        return evicted
+    def _fill_up(self) -> None:
+        """Put evictable blobs until as many leave the tier as enter it."""
+        evicted = 0
+        while evicted < self._scale.per_sample:
+            evicted = -self._counter("ssd_evicted")
+            self._kv.put_from(self._ns, next(self._fresh), self._source)
+            deadline_s = time.monotonic() + WRITTEN_BACK_S
+            while self._kv.stats()["tiers"]["ssd"]["dirty_bytes"]:
+                require(time.monotonic() < deadline_s, "written back within a minute")
+                time.sleep(0.005)
+            evicted += self._counter("ssd_evicted")
+
+    def _counter(self, name: str) -> int:
+        count: int = self._kv.stats()["counters"][name]
+        return count
 
     def _write_row(self, name: str, pairs: Pairs) -> Row:
         setting = Setting(self._scale.sample_bytes, sync="fdatasync", least=0.85)
