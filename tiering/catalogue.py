@@ -10,7 +10,7 @@ from __future__ import annotations
 import struct
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from xxhash import xxh3_64_intdigest
 from blobstore.errors import Full, NewerFormat, StorageFailed, UnknownNamespace
 from blobstore.tiering.disk import Disk
 from blobstore.tiering.environment import Environment
-from blobstore.tiering.row import Row, decode_row, encode_row, is_sound, with_last_use
+from blobstore.tiering.row import Row, decode_row, encode_row, with_last_use
 
 FORMAT_VERSION = 1
 
@@ -153,18 +153,23 @@ class Catalogue:
 
     def records(self) -> Iterator[tuple[bytes, bytes]]:
         """All rows as stored, by row key, in a few short snapshots."""
-        return self._scan(_BLOBS, bytes)
+        return self._scan(_BLOBS)
 
     def inline_sizes(self) -> Iterator[tuple[bytes, int]]:
         """Row key and size of every payload in the catalogue."""
-        return self._scan(_INLINE, len)
+
+        def sizes(rows: Iterator[tuple[Any, Any]]) -> list[tuple[bytes, int]]:
+            return [(bytes(key), len(value)) for key, value in rows]
+
+        return chain.from_iterable(self._batches(_INLINE, sizes, copies=False))
 
     def rows(self, now_wall_s: float) -> Iterator[Row]:
         """The sound rows of known namespaces; times in the future become `now_wall_s`."""
+        ids = self._ids
         for row_key, record in self.records():
-            namespace = self.namespace_of(row_key)
-            if namespace is not None and is_sound(row_key, record):
-                yield decode_row(row_key, record, namespace, now_wall_s)
+            row = decode_row(row_key, record, ids, now_wall_s)
+            if row is not None:
+                yield row
 
     def namespace_of(self, row_key: bytes) -> bytes | None:
         """The id of the namespace that a row belongs to, or None if it is unknown."""
@@ -200,7 +205,7 @@ class Catalogue:
         return bytes(store_id), boots
 
     def _load_namespaces(self) -> None:
-        for namespace, record in self._scan(_NAMESPACES, bytes):
+        for namespace, record in self._scan(_NAMESPACES):
             body = record[_U64.size :]
             if len(body) < _NUMBER.size or _U64.unpack_from(record)[0] != xxh3_64_intdigest(
                 namespace + body
@@ -232,9 +237,9 @@ class Catalogue:
                 if payload is not None:
                     txn.put(row_key, payload, db=inline)
             for row_key, at in used:
-                found = bytes(txn.get(row_key, b"", db=blobs))
-                if is_sound(row_key, found):
-                    txn.put(row_key, with_last_use(row_key, found, at), db=blobs)
+                record = with_last_use(row_key, bytes(txn.get(row_key, b"", db=blobs)), at)
+                if record is not None:
+                    txn.put(row_key, record, db=blobs)
 
         try:
             self._env.write(change, deletes_only=not (new or used))
@@ -244,19 +249,25 @@ class Catalogue:
             raise
         self._undo -= undo
 
-    def _scan(self, name: bytes, convert: Callable[[Any], T]) -> Iterator[tuple[bytes, T]]:
+    def _scan(self, name: bytes) -> Iterator[tuple[bytes, bytes]]:
+        return chain.from_iterable(self._batches(name, list, copies=True))
+
+    def _batches(
+        self, name: bytes, collect: Callable[[Iterator[tuple[Any, Any]]], list[T]], *, copies: bool
+    ) -> Iterator[list[T]]:
         last = b""
         while True:
-            with self._env.reading() as txn, txn.cursor(self._env.table(name)) as cursor:
+            with (
+                self._env.reading(copies=copies) as txn,
+                txn.cursor(self._env.table(name)) as cursor,
+            ):
                 if not cursor.set_range(last):
                     return
                 rows = cursor.iternext()
                 if last and bytes(cursor.key()) == last:
                     next(rows)
-                batch = [
-                    (bytes(key), convert(value)) for key, value in islice(rows, _ROWS_PER_READ)
-                ]
-            if not batch:
+                batch = collect(islice(rows, _ROWS_PER_READ))
+                last = bytes(cursor.key())
+            yield batch
+            if len(batch) < _ROWS_PER_READ:
                 return
-            yield from batch
-            last = batch[-1][0]

@@ -109,14 +109,15 @@ class Environment:
         return self._tables[name]
 
     @contextmanager
-    def reading(self) -> Iterator[lmdb.Transaction]:
+    def reading(self, *, copies: bool = False) -> Iterator[Any]:
         """A snapshot, for a moment: it holds back the reuse of pages and the map's growth.
 
-        Values are views that end with it. Raises StorageFailed.
+        Keys and values are views that end with it, unless `copies` are asked
+        for. Raises StorageFailed.
         """
         with self._fence.reading():
             try:
-                with self._env.begin(buffers=True) as txn:
+                with self._env.begin() if copies else self._env.begin(buffers=True) as txn:
                     yield txn
             except lmdb.Error as error:
                 raise self._failed(error, "read") from error

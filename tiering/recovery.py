@@ -8,95 +8,105 @@ stands. Payloads have digests of their own, checked by whoever loads them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
 
 from blobstore.tiering.catalogue import Catalogue
-from blobstore.tiering.placement import HEADER_BYTES, blocks_of
-from blobstore.tiering.row import is_sound, place_of
-from blobstore.tiering.tier import Extent
+from blobstore.tiering.placement import HEADER_BYTES, Spans, blocks_of
+from blobstore.tiering.row import survey_row
 
 
 @dataclass(slots=True)
 class Findings:
-    """The outcome of a survey: extents that stand, row keys to drop, and why."""
+    """The outcome of a survey: what stands, row keys to drop, and why."""
 
-    extents: list[Extent] = field(default_factory=list)
+    spans: Spans = field(default_factory=lambda: np.empty((0, 3), np.int64))
+    """Extents that stand, disjoint and sorted."""
     dropped: list[bytes] = field(default_factory=list)
     reasons: Counter[str] = field(default_factory=Counter)
 
-    def drop(self, row_key: bytes, reason: str) -> None:
-        """Enter a row that is not to be believed."""
-        self.dropped.append(row_key)
-        self.reasons[reason] += 1
+    def drop(self, row_keys: Iterable[bytes], reason: str) -> None:
+        """Enter rows that are not to be believed."""
+        n_before = len(self.dropped)
+        self.dropped += row_keys
+        if len(self.dropped) > n_before:
+            self.reasons[reason] += len(self.dropped) - n_before
 
 
 def survey(catalogue: Catalogue, sizes: Mapping[int, int]) -> Findings:
-    """Read the whole catalogue against the segment files of `sizes`; changes nothing.
-
-    The extents found are disjoint and sorted by place and offset.
-    """
+    """Read the whole catalogue against the segment files of `sizes`; changes nothing."""
     findings = Findings()
     inline = dict(catalogue.inline_sizes())
     parents: dict[bytes, bytes] = {}
-    placed: list[tuple[int, int, int, bytes]] = []
+    placed: list[tuple[int, int, int]] = []
+    placed_keys: list[bytes] = []
+    damaged, cut = [], []
     for row_key, record in catalogue.records():
-        if catalogue.namespace_of(row_key) is None or not is_sound(row_key, record):
+        found = survey_row(row_key, record)
+        if found is None or catalogue.namespace_of(row_key) is None:
+            damaged.append(row_key)
             inline.pop(row_key, None)
-            findings.drop(row_key, "damaged")
             continue
-        extent, nbytes, parent = place_of(row_key, record)
-        if extent is None:
-            if inline.pop(row_key, None) != nbytes:
-                findings.drop(row_key, "cut")
-                continue
-        elif not _fits(extent, sizes):
-            findings.drop(row_key, "cut")
-            continue
-        else:
-            placed.append((extent.place, extent.offset, nbytes, row_key))
-        parents[row_key] = parent
-    for row_key in inline:
-        findings.drop(row_key, "without_row")
-    placed.sort()
-    for row_key in _overlapping(placed):
-        del parents[row_key]
-        findings.drop(row_key, "overlapping")
-    for row_key in _orphans(parents):
-        del parents[row_key]
-        findings.drop(row_key, "orphaned")
-    findings.extents = [
-        Extent(place, offset, nbytes)
-        for place, offset, nbytes, row_key in placed
-        if row_key in parents
-    ]
+        place, offset, nbytes, parents[row_key] = found
+        if place:
+            placed.append((place, offset, nbytes))
+            placed_keys.append(row_key)
+        elif inline.pop(row_key, None) != nbytes:
+            cut.append(row_key)
+    findings.drop(damaged, "damaged")
+    findings.drop(inline, "without_row")
+    spans = np.array(placed, np.uint64).astype(np.int64).reshape(-1, 3)
+    fits = _fitting(spans, sizes)
+    cut += (placed_keys[i] for i in np.flatnonzero(~fits))
+    overlapping = {placed_keys[i] for i in _overlapping(spans, np.flatnonzero(fits))}
+    for reason, row_keys in (("cut", cut), ("overlapping", overlapping)):
+        findings.drop(row_keys, reason)
+        for row_key in row_keys:
+            del parents[row_key]
+    orphans = _orphans(parents)
+    findings.drop(orphans, "orphaned")
+    if findings.dropped:
+        gone = {*findings.dropped}
+        spans = spans[[row_key not in gone for row_key in placed_keys]]
+    findings.spans = spans[_order(spans)]
     return findings
 
 
-def _fits(extent: Extent, sizes: Mapping[int, int]) -> bool:
-    end = extent.offset + blocks_of(extent.nbytes)
-    return extent.offset >= HEADER_BYTES and end <= sizes.get(extent.place, 0)
+def _order(spans: Spans) -> npt.NDArray[np.int64]:
+    return np.lexsort((spans[:, 1], spans[:, 0]))
 
 
-def _overlapping(placed: list[tuple[int, int, int, bytes]]) -> set[bytes]:
-    """Both rows of every pair that claims the same bytes: which one is right is unknown."""
-    found = set()
-    for (place, offset, nbytes, row_key), (next_place, next_offset, _, next_key) in pairwise(
-        placed
-    ):
-        if place == next_place and offset + blocks_of(nbytes) > next_offset:
-            found |= {row_key, next_key}
-    return found
+def _fitting(spans: Spans, sizes: Mapping[int, int]) -> npt.NDArray[np.bool_]:
+    """Which extents lie whole in a segment file that is there."""
+    places, which = np.unique(spans[:, 0], return_inverse=True)
+    ends = np.array([sizes.get(int(place), 0) for place in places], np.int64)[which]
+    offset, nbytes = spans[:, 1], spans[:, 2]
+    # Compared without sums, which could overflow.
+    return (offset >= HEADER_BYTES) & (offset <= ends) & (blocks_of(nbytes) <= ends - offset)
+
+
+def _overlapping(spans: Spans, among: npt.NDArray[np.int64]) -> set[int]:
+    """Both of each two that claim the same bytes: which one is right is unknown."""
+    order = among[_order(spans[among])]
+    place, offset, nbytes = spans[order].T
+    reach = offset + blocks_of(nbytes)
+    clash = np.flatnonzero((place[:-1] == place[1:]) & (reach[:-1] > offset[1:]))
+    return {int(i) for i in order[clash]} | {int(i) for i in order[clash + 1]}
 
 
 def _orphans(parents: Mapping[bytes, bytes]) -> list[bytes]:
     """Rows whose chain does not reach a root."""
-    lost = [row_key for row_key, parent in parents.items() if parent and parent not in parents]
-    if lost:
-        children = defaultdict(list)
-        for row_key, parent in parents.items():
-            children[parent].append(row_key)
-        for row_key in lost:  # grows while it is read
-            lost.extend(children[row_key])
+    missing = set(parents.values()).difference(parents)
+    missing.discard(b"")
+    if not missing:
+        return []
+    children = defaultdict(list)
+    for row_key, parent in parents.items():
+        children[parent].append(row_key)
+    lost = [row_key for parent in missing for row_key in children[parent]]
+    for row_key in lost:  # grows while it is read
+        lost.extend(children[row_key])
     return lost

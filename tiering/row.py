@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
@@ -19,6 +20,7 @@ ROW_KEY_BYTES = 4
 _CHECKSUM = struct.Struct("<Q")
 # last use, payload bytes, segment, offset, tokens, retention, length of the parent's key, digest
 _HEAD = struct.Struct("<dQIQIBB16s")
+_RECORD = struct.Struct(_CHECKSUM.format + _HEAD.format[1:])
 _LAST_USE = struct.Struct("<d")
 _START = _CHECKSUM.size
 _VARIABLE = _START + _HEAD.size
@@ -71,19 +73,22 @@ def seal_row(row_key: bytes, body: bytes) -> bytes:
     return _CHECKSUM.pack(xxh3_64_intdigest(row_key + body)) + body
 
 
-def is_sound(row_key: bytes, record: bytes) -> bool:
-    """Whether `record` is what was stored under `row_key`."""
-    if len(record) < _VARIABLE:
-        return False
-    checksum: int = _CHECKSUM.unpack_from(record)[0]
-    return checksum == xxh3_64_intdigest(row_key + record[_START:])
+def decode_row(
+    row_key: bytes, record: bytes, ids: Mapping[bytes, bytes], now_wall_s: float
+) -> Row | None:
+    """The row that was stored under `row_key`; a last use in the future becomes `now_wall_s`.
 
-
-def decode_row(row_key: bytes, record: bytes, namespace: bytes, now_wall_s: float) -> Row:
-    """The row in a sound record; a last use in the future becomes `now_wall_s`."""
-    used, nbytes, place, offset, tokens, retention, n_parent, digest = _HEAD.unpack_from(
-        record, _START
+    `ids` gives the namespaces by their packed numbers. None for a record that
+    fails its checksum or whose namespace is unknown.
+    """
+    namespace = ids.get(row_key[:ROW_KEY_BYTES])
+    if namespace is None or len(record) < _VARIABLE:
+        return None
+    checksum, used, nbytes, place, offset, tokens, retention, n_parent, digest = (
+        _RECORD.unpack_from(record)
     )
+    if checksum != xxh3_64_intdigest(row_key + record[_START:]):
+        return None
     pieces_start = _VARIABLE + n_parent
     return Row(
         namespace,
@@ -99,18 +104,25 @@ def decode_row(row_key: bytes, record: bytes, namespace: bytes, now_wall_s: floa
     )
 
 
-def with_last_use(row_key: bytes, record: bytes, last_used_wall_s: float) -> bytes:
-    """The record with another time of last use."""
+def with_last_use(row_key: bytes, record: bytes, last_used_wall_s: float) -> bytes | None:
+    """The record with another time of last use; None if it fails its checksum."""
+    if survey_row(row_key, record) is None:
+        return None
     body = _LAST_USE.pack(last_used_wall_s) + record[_START + _LAST_USE.size :]
     return seal_row(row_key, body)
 
 
-def place_of(row_key: bytes, record: bytes) -> tuple[Extent | None, int, bytes]:
-    """What recovery needs: extent, payload bytes, and the parent's row key (empty at the root)."""
-    _, nbytes, place, offset, _, _, n_parent, _ = _HEAD.unpack_from(record, _START)
-    parent = record[_VARIABLE : _VARIABLE + n_parent]
-    return (
-        Extent(place, offset, nbytes) if place else None,
-        nbytes,
-        row_key[:ROW_KEY_BYTES] + parent if n_parent else b"",
-    )
+def survey_row(row_key: bytes, record: bytes) -> tuple[int, int, int, bytes] | None:
+    """What recovery needs of a row: place, offset, payload bytes, and the parent's row key.
+
+    The place is 0 for a payload in the catalogue, the parent's key is empty at
+    the root. None if the record is not what was stored under `row_key`.
+    """
+    if len(record) < _VARIABLE:
+        return None
+    checksum, _, nbytes, place, offset, _, _, n_parent, _ = _RECORD.unpack_from(record)
+    if checksum != xxh3_64_intdigest(row_key + record[_START:]):
+        return None
+    if not n_parent:
+        return place, offset, nbytes, b""
+    return place, offset, nbytes, row_key[:ROW_KEY_BYTES] + record[_VARIABLE : _VARIABLE + n_parent]

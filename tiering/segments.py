@@ -11,14 +11,16 @@ import errno
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
 
 from blobstore.errors import InvalidRequest, SizeMismatch
 from blobstore.tiering import transfer
 from blobstore.tiering.disk import BLOCK_BYTES, Disk, Handle, storage_failed
-from blobstore.tiering.placement import HEADER_BYTES, Placement, blocks_of
+from blobstore.tiering.placement import HEADER_BYTES, Placement, Spans, blocks_of
 from blobstore.tiering.segment_header import Owner, encode_header, owner_of
 from blobstore.tiering.tier import Extent
 
@@ -75,19 +77,20 @@ class Segments:
                 self._found[place] = nbytes
         return dict(self._found)
 
-    def adopt(self, extents: Sequence[Extent]) -> None:
+    def adopt(self, spans: Spans) -> None:
         """Start with the extents that are in use; everything else is given back to the disk.
 
-        Call once, after `scan`. `extents` are disjoint, inside their files and
+        Call once, after `scan`. `spans` are disjoint, inside their files and
         sorted by place and offset.
         """
-        used: Counter[int] = Counter()
-        for extent in extents:
-            used[extent.place] += blocks_of(extent.nbytes)
+        places, which = np.unique(spans[:, 0], return_inverse=True)
+        live = np.zeros(len(places), np.int64)
+        np.add.at(live, which, blocks_of(spans[:, 2]))
+        used = dict(zip(places.tolist(), live.tolist(), strict=True))
         for place in self._found.keys() - used.keys():
             self._remove(place)
         sizes = {place: self._found[place] // BLOCK_BYTES * BLOCK_BYTES for place in used}
-        holes = self._placement.adopt(sizes, extents)
+        holes = self._placement.adopt(sizes, spans)
         crowded = {
             place
             for place, nbytes in used.items()

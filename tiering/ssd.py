@@ -223,7 +223,7 @@ def _open_owned(
     undo.callback(segments.close)
     findings = survey(catalogue, segments.scan())
     catalogue.discard(findings.dropped)
-    segments.adopt(findings.extents)
+    segments.adopt(findings.spans)
     placement.limit_bytes -= catalogue.granted_bytes
     catalogue.share_room(segments.set_aside, lambda: segments.trim(0))
     return SsdTier(owned, capacity_bytes, catalogue, segments, findings.reasons, wall_clock)
