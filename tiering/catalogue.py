@@ -237,9 +237,10 @@ class Catalogue:
                 if payload is not None:
                     txn.put(row_key, payload, db=inline)
             for row_key, at in used:
-                record = with_last_use(row_key, bytes(txn.get(row_key, b"", db=blobs)), at)
-                if record is not None:
-                    txn.put(row_key, record, db=blobs)
+                found = bytes(txn.get(row_key, b"", db=blobs))
+                renewed = with_last_use(row_key, found, at)
+                if renewed is not None:
+                    txn.put(row_key, renewed, db=blobs)
 
         try:
             self._env.write(change, deletes_only=not (new or used))
