@@ -8,7 +8,6 @@ when it has its own, it wakes one of them to read on.
 from __future__ import annotations
 
 import contextlib
-import math
 import select
 import socket
 import threading
@@ -25,16 +24,16 @@ CLOSE_WAIT_S = 1.0
 """How long close waits for threads in a call to notice. Only one stopped by a signal
 handler that closes the client does not: it notices when the handler has returned."""
 
+_FOREVER_S = 1e6  # about the longest that poll takes
+
 
 class _Ticket(Ticket):
     """A ticket whose owner may be asleep while another thread reads."""
 
-    __slots__ = ("bell", "lends")
+    __slots__ = ("bell",)
 
-    def __init__(self, *, lends: bool) -> None:
-        super().__init__()
-        self.lends = lends
-        """The reply lends something, so it must be taken in even if the caller has left."""
+    def __init__(self, request: Request) -> None:
+        super().__init__(request)
         self.bell: SimpleQueue[None] | None = None
 
     def notify(self) -> None:
@@ -56,10 +55,14 @@ class Connection(Link):
         self._gatherer: threading.Thread | None = None
         self._gathering = threading.Lock()
 
+    def ask(self, request: Request, deadline_s: float) -> Reply:
+        """The reply to `request`. Raises as `begin` and `wait` do."""
+        return self.wait(self.begin(request, deadline_s), deadline_s)
+
     def begin(self, request: Request, deadline_s: float) -> Ticket:
         """Send `request` whole, or as much as the daemon reads before the deadline."""
-        ticket = _Ticket(lends=isinstance(request, Get | Reserve))
-        self.post(request, ticket)
+        ticket = _Ticket(request)
+        self.post(ticket)
         if self._unsent:
             try:
                 self._send_unsent(deadline_s)
@@ -90,14 +93,18 @@ class Connection(Link):
         finally:
             if self._followers and not self._reading.locked():
                 self._wake_one()
-        return ticket.outcome()
+        if ticket.error is not None:
+            raise ticket.error
+        assert ticket.reply is not None
+        return ticket.reply
 
     def leave(self, ticket: Ticket) -> None:
         """Nobody waits for this reply any longer; what it lends is given back when it comes."""
         assert isinstance(ticket, _Ticket)
-        if ticket.done or not ticket.lends or self.broken_by:
+        if ticket.done or self.broken_by or not isinstance(ticket.request, Get | Reserve):
             self.forget(ticket)
             return
+        # The reply will lend something, so it must be taken in.
         self._left_behind.append(ticket)
         with self._gathering:
             if self._gatherer is None:
@@ -127,7 +134,7 @@ class Connection(Link):
 
     def _flush_and_close(self) -> None:
         self.flush()
-        if not self._returns.holding and not self._returns:
+        if not self._returns.holding and not self._returns.owed:
             self._returns.write_off()
             self.fail("the client was closed")
             self._close_socket(0.0)
@@ -145,19 +152,16 @@ class Connection(Link):
 
     def _read_until(self, ticket: _Ticket, deadline_s: float) -> None:
         """Read for everybody until `ticket` has its reply."""
-        poll, receive = self._poll.poll, self._take_in
         while not ticket.done:
-            if poll(_milliseconds_until(deadline_s)):
-                receive()
-            elif monotonic() >= deadline_s:
+            remaining_s = deadline_s - monotonic()
+            if self._poll.poll(remaining_s * 1e3 if remaining_s > 0 else 0):
+                try:
+                    self.receive()
+                except BaseException:  # interrupted: bytes may be lost, and the place in the stream
+                    self.fail("interrupted while receiving")
+                    raise
+            elif remaining_s <= 0:
                 raise DeadlineExceeded("the daemon did not answer in time")
-
-    def _take_in(self) -> None:
-        try:
-            self.receive()
-        except BaseException:  # interrupted: bytes may be lost, and the place in the stream
-            self.fail("interrupted while receiving")
-            raise
 
     def _follow(self, ticket: _Ticket, deadline_s: float) -> None:
         """Sleep until the reply is here or it is this thread's turn to read."""
@@ -167,9 +171,8 @@ class Connection(Link):
         # Whoever reads looks for followers after it has stopped, so one of the two sees the other.
         if ticket.done or not self._reading.locked():
             return
-        timeout_s = None if deadline_s == math.inf else max(deadline_s - monotonic(), 0.0)
         try:
-            ticket.bell.get(timeout=timeout_s)
+            ticket.bell.get(timeout=max(deadline_s - monotonic(), 0.0))
         except Empty:
             raise DeadlineExceeded("the daemon did not answer in time") from None
 
@@ -184,7 +187,7 @@ class Connection(Link):
         poll = select.poll()
         poll.register(self._sock, select.POLLOUT)
         while self._unsent and not self.broken_by and monotonic() < deadline_s:
-            poll.poll(_milliseconds_until(deadline_s))
+            poll.poll(max(deadline_s - monotonic(), 0.0) * 1e3)
             try:
                 with self._sending:
                     self._write_unsent()
@@ -202,8 +205,4 @@ class Connection(Link):
                     return
                 ticket = self._left_behind.popleft()
             with contextlib.suppress(BlobStoreError):  # then it lent nothing
-                self.undo(self.wait(ticket, math.inf))
-
-
-def _milliseconds_until(deadline_s: float) -> float | None:
-    return None if deadline_s == math.inf else max((deadline_s - monotonic()) * 1e3, 0.0)
+                self.undo(self.wait(ticket, monotonic() + _FOREVER_S))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import msgspec
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
+class Hit(msgspec.Struct, frozen=True):  # made on every match: quicker than a dataclass
     """How far a chain of keys is held: `blobs` leading blobs, which are `tokens` tokens.
 
     The first `warm` are in DRAM. `eta_s` estimates how long a get of all takes. After a

@@ -20,6 +20,7 @@ from blobstore.keys import Keys
 from blobstore.protocol import Leased, Wait, Waited
 
 NOTHING = memoryview(b"")
+_U64 = np.dtype("<u8")
 
 
 class LeaseBase(Sequence[memoryview]):
@@ -57,9 +58,11 @@ class LeaseBase(Sequence[memoryview]):
         if leased.lease_id:
             assert link is not None
             self._view = link.session.hold(leased.lease_id, self)
-        extents = np.frombuffer(leased.extents, "<u8")
-        self._offsets: list[int] = extents[::2].tolist()
-        self._ends: list[int] = (extents[::2] + extents[1::2]).tolist()
+        extents = np.frombuffer(leased.extents, _U64).copy()
+        extents[1::2] += extents[::2]
+        borders: list[int] = extents.tolist()
+        self._offsets = borders[::2]
+        self._ends = borders[1::2]
         self._readable: set[tuple[int, int]] | None = None
         """Blobs and their parts that were waited for; None if all is readable."""
         self._starts = self._offsets
@@ -80,13 +83,17 @@ class LeaseBase(Sequence[memoryview]):
             return self._view[self._starts[index] : self._ends[index]]
         except TypeError:
             if isinstance(index, slice):
-                return [self[at] for at in range(*index.indices(len(self)))]
+                return self._views(index)
             raise
 
     def __iter__(self) -> Iterator[memoryview]:
         view = self._view
         for start, end in zip(self._starts, self._ends, strict=True):
             yield view[start:end]
+
+    def _views(self, which: slice) -> list[memoryview]:
+        # Not in __getitem__, where a comprehension would slow every access.
+        return [self[index] for index in range(*which.indices(len(self)))]
 
     @property
     def n_parts(self) -> int:

@@ -8,6 +8,7 @@ Many callers share a connection; a request and its reply are told by their id.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 from collections import deque
@@ -30,14 +31,14 @@ from blobstore.protocol import (
     Request,
     Reserved,
     decode_reply,
-    encode,
 )
-from blobstore.transports.framing import FrameReader, pack
+from blobstore.transports.framing import HEADER_BYTES, FrameReader, pack_header
 
 RECEIVE_BYTES = 64 << 10
 UNSENT_BYTES_MAX = 16 << 20
 """A daemon that has not read this much is taken for dead."""
 
+_encode_into = msgspec.msgpack.Encoder().encode_into
 _REQUEST_ID_MAX = (1 << 32) - 1
 _NO_REPLY = 0
 
@@ -49,17 +50,18 @@ class Broken(Unavailable):
 class Ticket:
     """The place of one reply."""
 
-    __slots__ = ("done", "error", "reply", "request_id")
+    __slots__ = ("done", "error", "reply", "request", "request_id")
 
-    def __init__(self) -> None:
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.request_id = 0
         self.done = False
         self.reply: Reply | None = None
         self.error: BlobStoreError | None = None
-        self.request_id = _NO_REPLY
 
     def settle(self, reply: Reply) -> None:
         """The reply is here."""
-        if isinstance(reply, Failed):
+        if type(reply) is Failed:
             self.error = from_code(reply.code, reply.message, reply.retry_after_s)
         else:
             self.reply = reply
@@ -74,13 +76,6 @@ class Ticket:
 
     def notify(self) -> None:
         """Wake whoever waits, if it can be asleep."""
-
-    def outcome(self) -> Reply:
-        """The reply; raises the error that came instead."""
-        if self.reply is None:
-            assert self.error is not None, "asked for the outcome of a call under way"
-            raise self.error
-        return self.reply
 
 
 class Link:
@@ -99,32 +94,35 @@ class Link:
         self._returns = session.returns
         self._reader = FrameReader()
         self._sending = threading.Lock()
-        self._last_id = 0
+        self._frame = bytearray(HEADER_BYTES)
+        """The frame being sent, used again for the next: less to allocate and to copy."""
+        self._numbers = itertools.count()
         self._pending: dict[int, Ticket] = {}
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
         self._returns.on_owed = self.flush
         forks.watch(self)
 
-    def post(self, request: Request, ticket: Ticket) -> None:
-        """Send `request`; its reply goes to `ticket`.
+    def post(self, ticket: Ticket) -> None:
+        """Send the ticket's request; the reply goes to the ticket.
 
         Returns before all is sent if the socket's buffer is full. Raises Broken, and
         FrameTooLarge without harm to the connection.
         """
-        with self._sending:
-            self._last_id = self._last_id % _REQUEST_ID_MAX + 1
-            ticket.request_id = self._last_id
-            self._pending[ticket.request_id] = ticket
-            try:
-                self._write(ticket.request_id, request)
-            except BlobStoreError:
-                self._pending.pop(ticket.request_id, None)
-                raise
-            except BaseException:  # interrupted: it is unknown how much was sent
-                self.fail("interrupted while sending")
-                raise
-        if self._returns:
+        request_id = ticket.request_id = next(self._numbers) % _REQUEST_ID_MAX + 1
+        self._pending[request_id] = ticket
+        self._sending.acquire()
+        try:
+            self._write(request_id, ticket.request)
+        except BlobStoreError:
+            self._pending.pop(request_id, None)
+            raise
+        except BaseException:  # interrupted: it is unknown how much was sent
+            self.fail("interrupted while sending")
+            raise
+        finally:
+            self._sending.release()
+        if self._returns.owed:
             self.flush()
 
     def flush(self) -> None:
@@ -133,18 +131,17 @@ class Link:
         Whoever holds the lock that is not waited for here flushes after letting go of it.
         """
         returns = self._returns
-        while returns and not self._unsent and not self.broken_by:
+        while returns.owed and not self._unsent and not self.broken_by:
             if not self._sending.acquire(blocking=False):
                 return
             try:
-                debt = returns.take()
-                try:
-                    self._write(_NO_REPLY, debt)
-                except Broken:
-                    returns.take_back(debt)
-                except BaseException:  # interrupted: it is unknown how much was sent
-                    self.fail("interrupted while sending")
-                    raise
+                debts = returns.take()
+                self._write(_NO_REPLY, debts.request)
+            except Broken:
+                returns.take_back(debts)
+            except BaseException:  # interrupted: it is unknown how much was sent
+                self.fail("interrupted while sending")
+                raise
             finally:
                 self._sending.release()
 
@@ -164,7 +161,12 @@ class Link:
             for request_id, boot_id, body in self._reader.feed(data):
                 if boot_id != self._boot_id:
                     raise ProtocolError(f"a frame of boot {boot_id:#x}")
-                self._dispatch(request_id, decode_reply(body))
+                reply = decode_reply(body)
+                ticket = self._pending.pop(request_id, None)
+                if ticket is None:
+                    self.undo(reply)
+                else:
+                    ticket.settle(reply)
         except (FrameTooLarge, ProtocolError, msgspec.DecodeError) as error:
             self.fail(f"the daemon broke the protocol: {error}")
 
@@ -199,27 +201,21 @@ class Link:
             with contextlib.suppress(KeyError):  # a reply may come at the same moment
                 self._pending.popitem()[1].fail(Broken(why))
 
-    def _dispatch(self, request_id: int, reply: Reply) -> None:
-        ticket = self._pending.pop(request_id, None)
-        if ticket is None:
-            self.undo(reply)
-        else:
-            ticket.settle(reply)
-
     def _write(self, request_id: int, request: Request) -> None:
         """Send one frame, or queue what the socket does not take. Under the lock."""
         if self.broken_by:
             raise Broken(self.broken_by)
-        body = encode(request)
-        if len(body) > self._max_body_bytes:
+        frame = self._frame
+        _encode_into(request, frame, HEADER_BYTES)
+        if len(frame) - HEADER_BYTES > self._max_body_bytes:
             raise FrameTooLarge(
-                f"{type(request).__name__} of {len(body)} bytes exceeds the daemon's limit of "
-                f"{self._max_body_bytes}: name fewer keys"
+                f"{type(request).__name__} of {len(frame) - HEADER_BYTES} bytes exceeds the "
+                f"daemon's limit of {self._max_body_bytes}: name fewer keys"
             )
-        frame = pack(request_id, self._boot_id, body)
+        pack_header(frame, request_id, self._boot_id)
         sent = 0 if self._unsent else self._send(frame)
         if sent != len(frame):
-            self._unsent.append(memoryview(frame)[sent:])
+            self._unsent.append(memoryview(bytes(frame))[sent:])
             self._unsent_bytes += len(frame) - sent
             if self._unsent_bytes > UNSENT_BYTES_MAX:
                 self.fail(f"the daemon has left {self._unsent_bytes} bytes unread")
@@ -236,7 +232,7 @@ class Link:
                 return
             self._unsent.popleft()
 
-    def _send(self, data: bytes | memoryview) -> int:
+    def _send(self, data: bytearray | memoryview) -> int:
         try:
             return self._sock.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
-from blobstore.clients.steps import Call, Operation, ask, reason
+from blobstore.clients.steps import Call, Operation, ask, checked, reason
 from blobstore.errors import BlobStoreError, UnknownNamespace
 from blobstore.keys import Keys
 from blobstore.protocol import (
@@ -41,10 +41,11 @@ R = TypeVar("R", bound=Reply)
 def ask_in(ns: BoundNamespace, request: Keyed, expected: type[R]) -> Operation[R]:
     """The reply to a request in `ns`, which is declared if this daemon does not know it yet."""
     try:
-        return (yield from ask(request, expected))
+        reply = yield request
     except UnknownNamespace:
         yield from ask(Declare(ns.namespace.encode()), Declared)
-        return (yield from ask(request, expected))
+        reply = yield request
+    return reply if type(reply) is expected else checked(reply, expected)
 
 
 def declare(ns: BoundNamespace) -> Operation[None]:
@@ -58,7 +59,7 @@ def declare(ns: BoundNamespace) -> Operation[None]:
 def ping() -> Operation[bool]:
     """Whether the daemon answers."""
     try:
-        yield from ask(Ping(), Pong)
+        checked((yield Ping()), Pong)
     except BlobStoreError as error:
         reason(error)
         return False

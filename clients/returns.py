@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from blobstore.protocol import Abort, Release
@@ -26,23 +27,39 @@ class Disownable(Protocol):
         """Every later use raises WrongProcess."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    lease_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Extent:
+    offset: int
+
+
+_Debt = _Lease | _Extent | Abort
+
+
+@dataclass(frozen=True, slots=True)
+class Debts:
+    """Some of what is owed, and the message that settles it."""
+
+    items: list[_Debt]
+    request: Abort | Release
+
+
 class Returns:
     """The debts of this process to one daemon, and what it still holds of it."""
 
     def __init__(self) -> None:
         self.on_owed: Callable[[], None] = _nobody
         """Called, without waiting for anything, when something is owed."""
-        self._leases: deque[int] = deque()
-        self._extents: deque[int] = deque()
-        self._aborts: deque[Abort] = deque()
+        self.owed: deque[_Debt] = deque()
+        """What is to be sent, in this order."""
         self._held: dict[int, weakref.ref[Disownable]] = {}
         self._viewed: set[int] = set()
         self._writers: dict[int, weakref.ref[Disownable]] = {}
         self._void = False
-
-    def __bool__(self) -> bool:
-        """Whether anything is owed."""
-        return bool(self._leases or self._extents or self._aborts)
 
     @property
     def holding(self) -> bool:
@@ -59,7 +76,7 @@ class Returns:
         """Owe the end of a lease. Safe anywhere."""
         self._held.pop(lease_id, None)
         if not self._void:
-            self._leases.append(lease_id)
+            self.owed.append(_Lease(lease_id))
             self.on_owed()
 
     def open_writer(self, writer: Disownable, reservation_id: int) -> None:
@@ -78,7 +95,7 @@ class Returns:
         """
         self._writers.pop(reservation_id, None)
         if not self._void:
-            self._aborts.append(Abort(reservation_id, list(alive)))
+            self.owed.append(Abort(reservation_id, list(alive)))
             self.on_owed()
 
     def hand_back_after(self, exporter: weakref.ref[Any], offset: int) -> None:
@@ -97,29 +114,29 @@ class Returns:
         """Owe an extent: no view of it is left. Safe anywhere."""
         self._viewed.discard(offset)
         if not self._void:
-            self._extents.append(offset)
+            self.owed.append(_Extent(offset))
             self.on_owed()
 
-    def take(self) -> Abort | Release:
-        """A message that settles some of what is owed, which is owed no longer."""
-        if self._aborts:  # first: they name the extents that are handed back
-            return self._aborts.popleft()
-        return Release(_some(self._leases), _some(self._extents))
+    def take(self) -> Debts:
+        """Some of what is owed, with the message that settles it; it is owed no longer."""
+        first = self.owed.popleft()
+        if isinstance(first, Abort):
+            return Debts([first], first)
+        items: list[_Debt] = [first]
+        while self.owed and len(items) < IDS_PER_FRAME and not isinstance(self.owed[0], Abort):
+            items.append(self.owed.popleft())
+        leases = [item.lease_id for item in items if isinstance(item, _Lease)]
+        extents = [item.offset for item in items if isinstance(item, _Extent)]
+        return Debts(items, Release(leases, extents))
 
-    def take_back(self, unsent: Abort | Release) -> None:
-        """What `unsent` was to settle is owed still: not a byte of it was sent."""
-        if isinstance(unsent, Abort):
-            self._aborts.appendleft(unsent)
-        else:
-            self._leases.extendleft(unsent.lease_ids)
-            self._extents.extendleft(unsent.extents)
+    def take_back(self, unsent: Debts) -> None:
+        """These are owed still: not a byte of their message was sent."""
+        self.owed.extendleft(reversed(unsent.items))
 
     def write_off(self) -> None:
         """The daemon is another one now: nothing is owed to the old one, and never will be."""
         self._void = True
-        self._leases.clear()
-        self._extents.clear()
-        self._aborts.clear()
+        self.owed.clear()
         self.on_owed = _nobody
 
     def leave_parent(self) -> None:
@@ -132,10 +149,6 @@ class Returns:
         self._held.clear()
         self._writers.clear()
         self._viewed.clear()
-
-
-def _some(ids: deque[int]) -> list[int]:
-    return [ids.popleft() for _ in range(min(IDS_PER_FRAME, len(ids)))]
 
 
 def _nobody() -> None:

@@ -14,7 +14,7 @@ from blobstore.clients.connection import Connection
 from blobstore.clients.handshake import RETRY_S, Greeted, greet, no_answer, socket_path
 from blobstore.clients.link import Broken, Ticket
 from blobstore.clients.session import Session, continued
-from blobstore.clients.steps import Call, Operation, Posted, Step
+from blobstore.clients.steps import Call, Operation, Posted, Step, Work
 from blobstore.errors import BlobStoreError, Unavailable
 from blobstore.protocol import Reply, Request
 
@@ -88,35 +88,38 @@ class Runner:
             result: T = end.value
             return result
         finally:
-            for ticket in call.posted:
-                _of(call).leave(ticket)
+            if call.posted:
+                self._leave_all(call)
+
+    def _leave_all(self, call: Call) -> None:
+        for ticket in call.posted:
+            _of(call).leave(ticket)
 
     def _perform(self, step: Step, call: Call) -> Any:
-        if isinstance(step, Request):
-            if call.link is None:
-                return self._first(step, call)
-            connection = _of(call)
-            return connection.wait(connection.begin(step, call.deadline_s), call.deadline_s)
-        if isinstance(step, Ticket):
-            call.posted.remove(step)
-            return _of(call).wait(step, call.deadline_s)
         if isinstance(step, Posted):
             ticket = _of(call).begin(step.request, call.deadline_s)
             call.posted.append(ticket)
             return ticket
-        return step.run()
+        if isinstance(step, Work):
+            return step.run()
+        if isinstance(step, Ticket):
+            call.posted.remove(step)
+            return _of(call).wait(step, call.deadline_s)
+        if call.link is None:
+            return self._first(step, call)
+        return _of(call).ask(step, call.deadline_s)
 
     def _first(self, request: Request, call: Call) -> Reply:
-        """Send on the connection at hand; once more on a new one if that is dead."""
-        deadline_s, connection = call.deadline_s, self._connection
+        """Ask on the connection at hand; once more on a new one if that is dead."""
+        connection = self._connection
         if connection is not None:
             call.link = connection
             try:
-                return connection.wait(connection.begin(request, deadline_s), deadline_s)
+                return connection.ask(request, call.deadline_s)
             except Broken:
                 pass
-        call.link = connection = self._reach(connection, deadline_s)
-        return connection.wait(connection.begin(request, deadline_s), deadline_s)
+        call.link = connection = self._reach(connection, call.deadline_s)
+        return connection.ask(request, call.deadline_s)
 
     def _reach(self, dead: Connection | None, deadline_s: float) -> Connection:
         """The connection that replaces `dead`; made if no other thread has."""

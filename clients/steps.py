@@ -14,7 +14,6 @@ once more if that connection turns out to be dead.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from time import monotonic
@@ -30,6 +29,8 @@ from blobstore.errors import (
 )
 from blobstore.protocol import Reply, Request
 
+TIMEOUT_MAX_S = 3600.0
+"""The daemon's own bound."""
 ANSWER_S = 0.02
 """Kept back from what the daemon is told of a deadline, so that its answer comes in time."""
 
@@ -61,8 +62,8 @@ class Call:
     __slots__ = ("deadline_s", "link", "posted")
 
     def __init__(self, timeout_s: float, link: Link | None = None) -> None:
-        if not 0 <= timeout_s < math.inf:
-            raise InvalidRequest(f"timeout_s is a finite number of seconds, found {timeout_s}")
+        if not 0 <= timeout_s <= TIMEOUT_MAX_S:
+            raise InvalidRequest(f"timeout_s is from 0 to {TIMEOUT_MAX_S} s, found {timeout_s}")
         self.deadline_s = monotonic() + timeout_s
         self.link = link
         self.posted: list[Ticket] = []
@@ -80,7 +81,8 @@ class Call:
 
 def ask(request: Request, expected: type[R]) -> Operation[R]:
     """The reply to `request`; ProtocolError if it is of another kind."""
-    return checked((yield request), expected)
+    reply = yield request
+    return reply if type(reply) is expected else checked(reply, expected)
 
 
 def checked(reply: Reply, expected: type[R]) -> R:

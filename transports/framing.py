@@ -11,6 +11,7 @@ be closed. Test vectors: docs/FORMAT.md.
 from __future__ import annotations
 
 import struct
+from typing import NoReturn
 
 from blobstore.errors import FrameTooLarge, ProtocolError
 
@@ -29,11 +30,16 @@ def pack(request_id: int, boot_id: int, body: bytes) -> bytes:
     return _HEADER.pack(MAGIC, request_id, boot_id, len(body)) + body
 
 
-def unpack_header(header: bytes | memoryview) -> tuple[int, int, int]:
-    """Request id, boot id and body length; ProtocolError unless it is a header."""
-    if len(header) < HEADER_BYTES:
-        raise ProtocolError(f"a header has {HEADER_BYTES} bytes, found {len(header)}")
-    magic, request_id, boot_id, length = _HEADER.unpack_from(header)
+def pack_header(frame: bytearray, request_id: int, boot_id: int) -> None:
+    """Complete a frame whose body was written from HEADER_BYTES on: no copy, unlike `pack`."""
+    _HEADER.pack_into(frame, 0, MAGIC, request_id, boot_id, len(frame) - HEADER_BYTES)
+
+
+def unpack_header(header: bytes | memoryview, start: int = 0) -> tuple[int, int, int]:
+    """Request id, boot id and body length; ProtocolError unless it is a header at `start`."""
+    if len(header) - start < HEADER_BYTES:
+        raise ProtocolError(f"a header has {HEADER_BYTES} bytes, found {len(header) - start}")
+    magic, request_id, boot_id, length = _HEADER.unpack_from(header, start)
     if magic != MAGIC:
         raise ProtocolError(f"not a blobstore frame: starts with {bytes(magic)!r}")
     return request_id, boot_id, length
@@ -59,16 +65,17 @@ class FrameReader:
                 return []
             data, self._kept = bytes(self._kept), bytearray()
         frames = []
-        view, start = memoryview(data), 0
-        while len(data) - start >= HEADER_BYTES:
-            request_id, boot_id, length = unpack_header(view[start:])
-            self._check(length)
+        view, start, size = memoryview(data), 0, len(data)
+        while size - start >= HEADER_BYTES:
+            request_id, boot_id, length = unpack_header(data, start)
+            if length > self._max_body_bytes:
+                self._refuse(length)
             end = start + HEADER_BYTES + length
-            if end > len(data):
+            if end > size:
                 break
             frames.append((request_id, boot_id, view[start + HEADER_BYTES : end]))
             start = end
-        if start < len(data):
+        if start < size:
             self._kept += view[start:]
         return frames
 
@@ -76,11 +83,9 @@ class FrameReader:
         if len(self._kept) < HEADER_BYTES:
             return False
         _, _, length = unpack_header(bytes(self._kept[:HEADER_BYTES]))
-        self._check(length)
+        if length > self._max_body_bytes:
+            self._refuse(length)
         return len(self._kept) >= HEADER_BYTES + length
 
-    def _check(self, length: int) -> None:
-        if length > self._max_body_bytes:
-            raise FrameTooLarge(
-                f"frame of {length} bytes exceeds the limit of {self._max_body_bytes}"
-            )
+    def _refuse(self, length: int) -> NoReturn:
+        raise FrameTooLarge(f"frame of {length} bytes exceeds the limit of {self._max_body_bytes}")
