@@ -7,6 +7,7 @@ Knows identity, protocol and errors, never the daemon.
 
 from __future__ import annotations
 
+from blobstore.clients.aio import AsyncClient, AsyncLease, AsyncWriter
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
 from blobstore.clients.sync import Client, Lease, Writer
@@ -16,6 +17,9 @@ from blobstore.layout import KVLayout, LayerGroup, Shard
 from blobstore.namespace import Namespace, WriterGroup
 
 __all__ = [
+    "AsyncClient",
+    "AsyncLease",
+    "AsyncWriter",
     "BoundNamespace",
     "Client",
     "Hint",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
 from blobstore.clients.steps import Call, Operation, ask, checked, reason
-from blobstore.errors import BlobStoreError, UnknownNamespace
+from blobstore.errors import BlobStoreError, InvalidRequest, UnknownNamespace
 from blobstore.keys import Keys
 from blobstore.protocol import (
     Declare,
@@ -101,8 +101,10 @@ def pin(ns: BoundNamespace, keys: Keys, ttl_s: float) -> Operation[int]:
     return _done(ns, Pin(ns.id, keys.packed, keys.key_bytes, ttl_s))
 
 
-def prefetch(ns: BoundNamespace, keys: Keys) -> Operation[int]:
+def prefetch(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
     """Start loads; how many blobs are on their way."""
+    if tier != "dram":
+        raise InvalidRequest(f"blobs can be prefetched to dram, not to {tier!r}")
     return _done(ns, Prefetch(ns.id, keys.packed, keys.key_bytes))
 
 

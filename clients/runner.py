@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import threading
 import time
@@ -11,41 +10,25 @@ from typing import Any, TypeVar
 
 from blobstore.clients import forks
 from blobstore.clients.connection import Connection
-from blobstore.clients.handshake import RETRY_S, Greeted, greet, no_answer, socket_path
+from blobstore.clients.contact import Contact
+from blobstore.clients.handshake import RETRY_S, Greeted, greet, no_answer
 from blobstore.clients.link import Broken, Ticket
-from blobstore.clients.session import Session, continued
 from blobstore.clients.steps import Call, Operation, Posted, Step, Work
 from blobstore.errors import BlobStoreError, Unavailable
 from blobstore.protocol import Reply, Request
 
 T = TypeVar("T")
 
-log = logging.getLogger("blobstore.clients")
 
-
-class Runner:
+class Runner(Contact):
     """The part of Client below its verbs. Connects now, or raises Unavailable."""
 
     def __init__(self, address: str, timeout_s: float) -> None:
-        self._path = socket_path(address)
-        self._timeout_s = timeout_s
-        self._session: Session | None = None
+        super().__init__(address, timeout_s)
         self._connection: Connection | None = None
-        self._closed = False
-        self._lost = False
         self._connecting = threading.Lock()
         forks.watch(self)
         self._reach(None, Call(timeout_s).deadline_s)
-
-    @property
-    def boot_id(self) -> int:
-        """Tells one run of the daemon from the next; 0 if there was none yet."""
-        return self._session.boot_id if self._session is not None else 0
-
-    @property
-    def lent_bytes_max(self) -> int:
-        """How much the daemon lends to a client."""
-        return self._session.terms.lent_bytes_max if self._session is not None else 0
 
     def close(self) -> None:
         """Disconnect. Views of leased bytes stay valid; their leases end when they die.
@@ -54,11 +37,9 @@ class Runner:
         """
         self._closed = True
         connection, self._connection = self._connection, None
-        session, self._session = self._session, None
         if connection is not None:
             connection.close()
-        if session is not None:
-            session.close()
+        self._end_session()
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # a constructor that raised
@@ -68,10 +49,6 @@ class Runner:
         """In a forked child: connect anew at the first call."""
         self._connecting = threading.Lock()
         self._connection = self._session = None
-
-    def call(self, timeout_s: float | None) -> Call:
-        """A call that starts now."""
-        return Call(self._timeout_s if timeout_s is None else timeout_s)
 
     def run(self, operation: Operation[T], call: Call) -> T:
         """Step `operation` to its end; what it returns."""
@@ -87,6 +64,9 @@ class Runner:
         except StopIteration as end:
             result: T = end.value
             return result
+        except BaseException:
+            operation.close()
+            raise
         finally:
             if call.posted:
                 self._leave_all(call)
@@ -131,28 +111,26 @@ class Runner:
                 return current
             if self._closed:
                 raise Unavailable("the client was closed")
-            return self._replace(current, deadline_s)
+            if current is not None:
+                self._miss(current.broken_by)
+            self._connection = connection = self._connect(deadline_s)
+            if current is not None:
+                current.close()
+            if self._closed:  # meanwhile
+                self.close()
+                raise Unavailable("the client was closed")
         finally:
             self._connecting.release()
+        connection.flush()
+        return connection
 
-    def _replace(self, old: Connection | None, deadline_s: float) -> Connection:
-        if old is not None and not self._lost:
-            self._lost = True
-            log.warning("lost the daemon at %s: %s", self._path, old.broken_by)
+    def _connect(self, deadline_s: float) -> Connection:
         greeted = _greet(self._path, deadline_s)
         try:
-            self._session = session = continued(self._session, greeted)
-            self._connection = connection = Connection(greeted.sock, session)
+            return Connection(greeted.sock, self._meet(greeted))
         except BaseException:
             greeted.sock.close()
             raise
-        if old is not None:
-            old.close()
-        if self._lost:
-            self._lost = False
-            log.warning("found the daemon at %s again", self._path)
-        connection.flush()
-        return connection
 
 
 def _of(call: Call) -> Connection:

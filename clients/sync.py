@@ -12,7 +12,6 @@ from blobstore.clients.lease import LeaseBase
 from blobstore.clients.runner import Runner
 from blobstore.clients.steps import Call
 from blobstore.clients.writer import WriterBase
-from blobstore.errors import InvalidRequest
 from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.layout import Shard
@@ -57,8 +56,7 @@ class Client:
         It is declared to this daemon, and to each later one that does not know it.
         """
         ns = BoundNamespace(namespace, shard)
-        call = self._runner.call(None)
-        self._runner.run(operations.declare(ns), call)
+        self._runner.run(operations.declare(ns), self._runner.call(None))
         return ns
 
     def ping(self, *, timeout_s: float | None = None) -> bool:
@@ -206,9 +204,7 @@ class Client:
         timeout_s: float | None = None,
     ) -> int:
         """Start to bring leading blobs into DRAM; how many are on their way."""
-        if tier != "dram":
-            raise InvalidRequest(f"blobs can be prefetched to dram, not to {tier!r}")
-        operation = operations.prefetch(ns, Keys.of(keys))
+        operation = operations.prefetch(ns, Keys.of(keys), tier)
         return self._runner.run(operation, self._runner.call(timeout_s))
 
     def stat(
@@ -240,13 +236,9 @@ class Lease(LeaseBase):
 
         If not, `reason` says why.
         """
-        call = self._call(self._runner, timeout_s)
-        return self._runner.run(self._wait(call, index, part), call)
-
-    def _call(self, runner: Runner, timeout_s: float | None) -> Call:
-        call = runner.call(timeout_s)
+        call = self._runner.call(timeout_s)
         call.link = self._link
-        return call
+        return self._runner.run(self._wait(call, index, part), call)
 
 
 class Writer(WriterBase):
@@ -257,8 +249,7 @@ class Writer(WriterBase):
 
     def seal(self) -> None:
         """End the writing: `results` are final. Raises if a durable blob is refused."""
-        call = self._call()
-        self._runner.run(self._seal(), call)
+        self._runner.run(self._seal(), self._call())
 
     def seal_parts(self, index: int, parts: Sequence[int]) -> bool:
         """Let waiting readers have these of `parts(index)`, which are written; whether so."""
