@@ -1,6 +1,6 @@
 """What the store must be told: plain numbers, already checked against this machine.
 
-People write sizes and `auto` in the configuration (config.py); host.py turns
+People write sizes and `auto` in the configuration (config.py); sizing.py turns
 them into these numbers. The store reads nothing else.
 """
 
