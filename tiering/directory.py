@@ -54,8 +54,10 @@ class OwnedDirectory:
         self._lock()
 
     def close(self) -> None:
-        """Give the directory up."""
-        os.close(self._fd)
+        """Give the directory up; again is harmless."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
 
     def _lock(self) -> None:
         try:

@@ -79,9 +79,8 @@ class Placement:
 
     @property
     def taken_bytes(self) -> int:
-        """Live bytes, and those that are free but not yet the file system's again."""
-        headers = HEADER_BYTES * len(self.segments)
-        return headers + self.live_bytes + max(self._spare_bytes_max, self.spare_bytes)
+        """Live bytes, and the room kept for spare ones and headers."""
+        return self.live_bytes + max(self._spare_bytes_max, self.idle_bytes)
 
     @property
     def free_bytes(self) -> int:
@@ -92,6 +91,11 @@ class Placement:
     def spare_bytes(self) -> int:
         """Free bytes whose blocks the file system does not have back."""
         return self._spare.total_bytes + self._leaving_bytes
+
+    @property
+    def idle_bytes(self) -> int:
+        """What the segments take beyond live bytes."""
+        return self.spare_bytes + HEADER_BYTES * len(self.segments)
 
     @property
     def n_extents(self) -> int:
@@ -164,13 +168,14 @@ class Placement:
         self._spare.add(run)
 
     def surplus(self, keep_bytes: int | None = None) -> Extent | None:
-        """A run to punch now, if more is spare than `keep_bytes` (the configured room).
+        """A run to punch now, if the segments take more than `keep_bytes` beyond live bytes.
 
-        The caller reports the outcome by `punched` or `kept`.
+        By default that is the room kept for it. The caller reports the outcome
+        by `punched` or `kept`.
         """
         kept_bytes = self._spare_bytes_max if keep_bytes is None else keep_bytes
-        excess = self._spare.total_bytes - kept_bytes
-        if excess <= 0:
+        excess = self.idle_bytes - self._leaving_bytes - kept_bytes
+        if excess <= 0 or not self._spare:
             return None
         run = self._spare.take_shortest(excess)
         if any(_overlap(run, other) for other in self._preparing):
@@ -214,7 +219,7 @@ class Placement:
                 self._holes.add(run)
             fair = max(nbytes, self._segment_bytes // _FRONTIER_SHARE)
             run = self._holes.take_longest(fair) or self._extend(nbytes)
-        room = max(0, self._spare_bytes_max - self.spare_bytes)
+        room = max(0, self._spare_bytes_max - self.idle_bytes)
         length = min(max(nbytes, min(self._chunk_bytes, nbytes + room)), run.nbytes)
         chunk = Extent(run.place, run.offset, length)
         self._frontier = Extent(run.place, run.offset + length, run.nbytes - length)

@@ -36,7 +36,7 @@ EVENTS = (
 )
 """What `Segments.stats` counts."""
 
-_SLACK_BYTES = 64 * 1024
+SLACK_BYTES = 64 * 1024
 """What a file may take beyond its live bytes before its holes are punched again: extent trees."""
 
 
@@ -95,7 +95,7 @@ class Segments:
             place
             for place, nbytes in used.items()
             if self._disk.allocated_bytes(self._handles[place])
-            > nbytes + HEADER_BYTES + _SLACK_BYTES
+            > nbytes + HEADER_BYTES + SLACK_BYTES
         }
         for hole in holes:
             if hole.place in crowded:

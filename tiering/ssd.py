@@ -191,7 +191,10 @@ class SsdTier:
         }
 
     def close(self) -> None:
-        """Give spare room back to the file system and close; no call may be in flight."""
+        """Give spare room back to the file system and close; again is harmless.
+
+        No other call may be in flight.
+        """
         with ExitStack() as steps:
             steps.callback(self._directory.close)
             steps.callback(self._catalogue.close)
