@@ -9,15 +9,19 @@ but to readers who asked to follow its parts. Used on the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from blobstore.fill import Fill
 from blobstore.holder import Holder
 from blobstore.index import NamespaceState, Record, Retention
+from blobstore.residency import Residency
 
-DraftKey = tuple[bytes, bytes, str, int]
+GroupKey = tuple[bytes, bytes, str, int]
 """Namespace id, key, writer group, epoch."""
+
+Answer = tuple[str, str]
+"""Result and reason, as in protocol.Sealed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -27,12 +31,17 @@ class Draft:
     record: Record
     missing: set[int]
     """Numbers of the parts that no rank has sealed yet."""
-    group_key: DraftKey | None
-    lenders: set[Holder] = field(default_factory=set)
+    group_key: GroupKey | None
+    expires_s: float
+    """When a draft of a group is given up, whoever still writes to it."""
+    lenders: set[int] = field(default_factory=set)
+    """Reservations whose writers may still touch the extent."""
     copy: bool = False
-    """Some writer may still write: publish from a copy."""
-    dead: bool = False
-    """Aborted, expired or published: later seals get nothing."""
+    """Some writer may touch it even after its seal: publish from a copy."""
+    closing: bool = False
+    """Every part is there, and it is being published."""
+    answer: Answer | None = None
+    """What became of it; later seals get nothing else."""
 
 
 @dataclass(slots=True)
@@ -53,36 +62,78 @@ class Reservation:
     reservation_id: int
     holder: Holder
     ns: NamespaceState
-    parent: Record | None
     retention: Retention
-    slots: list[Slot]
     expires_s: float
+    slots: list[Slot] = field(default_factory=list)
     kept: list[Record] = field(default_factory=list)
     """Sealed blobs kept from vanishing while this writer compares or continues them."""
     expired: bool = False
 
 
-def new_draft(record: Record, group_key: DraftKey | None) -> Draft:
-    """A draft of `record`, none of whose parts are sealed."""
-    parts = record.ns.layout.parts(record.tokens)
-    record.fill = Fill([part.offset + part.nbytes for part in parts])
-    record.ns.drafts.setdefault(record.key, []).append(record)
-    return Draft(record, set(range(len(parts))), group_key)
+class Drafts:
+    """All drafts of the store, until it is known what became of them."""
 
+    def __init__(self, residency: Residency, clock: Callable[[], float], ttl_s: float) -> None:
+        self._residency = residency
+        self._clock = clock
+        self.ttl_s = ttl_s
+        self._of_groups: dict[GroupKey, Draft] = {}
 
-def withdraw_draft(record: Record) -> None:
-    """Readers can no longer find the draft `record` by its key."""
-    drafts = record.ns.drafts.get(record.key)
-    if drafts and record in drafts:
-        drafts.remove(record)
-        if not drafts:
+    def open(self, record: Record, group_key: GroupKey | None) -> Draft:
+        """A draft of `record`, which has an extent; none of its parts are sealed."""
+        parts = record.ns.layout.parts(record.tokens)
+        record.fill = Fill([part.offset + part.nbytes for part in parts])
+        record.ns.drafts.setdefault(record.key, []).append(record)
+        draft = Draft(record, set(range(len(parts))), group_key, self._clock() + self.ttl_s)
+        if group_key is not None:
+            self._of_groups[group_key] = draft
+        return draft
+
+    def of_group(self, group_key: GroupKey | None) -> Draft | None:
+        """The draft that the ranks of a group share, if there is one."""
+        return self._of_groups.get(group_key) if group_key is not None else None
+
+    def join(self, draft: Draft, retention: Retention) -> None:
+        """Another rank of the group will write to the draft."""
+        draft.expires_s = self._clock() + self.ttl_s
+        draft.record.retention = max(draft.record.retention, retention)
+
+    def expired(self) -> list[Draft]:
+        """Drafts of groups of which no rank was heard for too long."""
+        now_s = self._clock()
+        return [d for d in self._of_groups.values() if d.expires_s <= now_s and not d.closing]
+
+    def seal_parts(self, draft: Draft, parts: Sequence[int]) -> None:
+        """Count parts as written; readers who follow the blob may have them."""
+        draft.expires_s = self._clock() + self.ttl_s
+        fill = draft.record.fill
+        for part in parts:
+            draft.missing.discard(part)
+            if fill is not None:
+                fill.mark(part, part + 1)
+
+    def kill(self, draft: Draft, answer: Answer) -> None:
+        """It is not published: its room is free once nobody holds it. Again is harmless."""
+        if draft.answer is not None:
+            return
+        self._retire(draft, answer)
+        record = draft.record
+        record.gone = True
+        if record.fill is not None and not record.fill.finished:
+            record.fill.fail(answer[1])
+        self._residency.settle(record)
+
+    def published(self, draft: Draft, answer: Answer) -> None:
+        """Its record is in the index now."""
+        self._retire(draft, answer)
+        draft.record.fill = None
+
+    def _retire(self, draft: Draft, answer: Answer) -> None:
+        draft.answer = answer
+        record = draft.record
+        same_key = record.ns.drafts[record.key]
+        same_key.remove(record)
+        if not same_key:
             del record.ns.drafts[record.key]
-
-
-def seal_parts(draft: Draft, parts: Sequence[int]) -> None:
-    """Count parts as written; readers who follow the blob may have them."""
-    fill = draft.record.fill
-    for part in parts:
-        draft.missing.discard(part)
-        if fill is not None:
-            fill.mark(part, part + 1)
+        if draft.group_key is not None:
+            del self._of_groups[draft.group_key]

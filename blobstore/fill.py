@@ -14,12 +14,11 @@ from collections.abc import Sequence
 class Fill:
     """Progress of one blob, in units that end at the offsets `ends`."""
 
-    __slots__ = ("_ends", "_left", "_ready", "_waiters", "failure", "finished")
+    __slots__ = ("_ends", "_ready", "_waiters", "failure", "finished")
 
     def __init__(self, ends: Sequence[int]) -> None:
         self._ends = ends
         self._ready = bytearray(len(ends))
-        self._left = len(ends)
         self._waiters: list[asyncio.Future[None]] = []
         self.finished = False
         self.failure = ""
@@ -27,9 +26,7 @@ class Fill:
 
     def mark(self, first: int, last: int) -> None:
         """Units `first` to `last` (exclusive) are readable."""
-        for unit in range(first, last):
-            self._left -= not self._ready[unit]
-            self._ready[unit] = 1
+        self._ready[first:last] = bytes((1,)) * (last - first)
         self._wake()
 
     def finish(self) -> None:
@@ -43,9 +40,9 @@ class Fill:
         self._wake()
 
     @property
-    def complete(self) -> bool:
-        """Every unit was marked."""
-        return self._left == 0
+    def ended(self) -> bool:
+        """No more will happen: it has finished or failed."""
+        return self.finished or bool(self.failure)
 
     def is_ready(self, start: int, end: int) -> bool:
         """Bytes `start` to `end` are readable."""
@@ -68,7 +65,7 @@ class Fill:
 
     async def wait_end(self) -> None:
         """Wait until the fill has finished or failed; the caller bounds the wait."""
-        while not (self.finished or self.failure):
+        while not self.ended:
             await self._wait_wake()
 
     async def _wait_wake(self) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from blobstore.index import Record
+from blobstore.turns import Turns
 
 if TYPE_CHECKING:
     from blobstore.drafts import Reservation
@@ -34,9 +35,14 @@ class Holder:
     token: object
     pid: int
     name: str
+    turns: Turns
+    """Its reservations that wait until it hands back some of what it was lent."""
     connections: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
     reservations: dict[int, Reservation] = field(default_factory=dict)
-    kept: dict[int, Record] = field(default_factory=dict)
-    """Records, by offset, whose extents it still may write to after it sealed or aborted."""
+    kept: dict[int, list[Record]] = field(default_factory=dict)
+    """Records, by offset, whose extents it still may write to after it sealed or aborted.
+
+    One entry for each loan: two writers of a process may share an extent.
+    """
     lent_bytes: int = 0

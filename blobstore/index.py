@@ -5,8 +5,9 @@ event loop only. Two invariants carry the rest of the service:
 
 - a blob that is held has its parent held (or is a root), so a chain is present
   exactly up to some blob and match may gallop;
-- a blob readable in DRAM counts in its parent's `dram_children`, and such a
-  parent does not leave DRAM, so that pinning a leaf keeps all its ancestors.
+- a blob that was readable in DRAM counts in its parent's `dram_children` until
+  its bytes there are freed, and such a parent does not leave DRAM, so that
+  pinning a leaf keeps all its ancestors.
 
 A blob whose bytes were lost (corrupt, with no other copy) but which others
 continue stays as a *hole*: matches end there until somebody puts it again.
@@ -51,6 +52,7 @@ class Record:
 
     __slots__ = (
         "_kids",
+        "counted",
         "depth",
         "digest",
         "dirty",
@@ -96,8 +98,10 @@ class Record:
         """Bytes on their way into DRAM."""
         self.pins = 0
         """Leases, loans to writers and I/O in flight: DRAM bytes stay while any is left."""
+        self.counted = False
+        """Counts in its parent's `dram_children`: somebody may read its bytes in DRAM."""
         self.dram_children = 0
-        """Blobs that continue this one and are readable in DRAM."""
+        """Blobs that continue this one and have bytes in DRAM that somebody may read."""
         self.heirs = 0
         """Writers that continue or repeat this blob: it must not vanish meanwhile."""
         self.dirty = False
@@ -231,27 +235,32 @@ class Index:
         if record.parent is not None:
             record.parent.adopt(record)
 
-    def discard(self, record: Record) -> None:
-        """Make `record`, which nothing continues, invisible; a hole left bare above goes too."""
+    def discard(self, record: Record) -> Record | None:
+        """Make `record`, which nothing continues, invisible; a hole left bare above goes too.
+
+        Returns the nearest ancestor that stays, which may be a leaf now.
+        """
         assert not record.has_children
-        node: Record | None = record
-        while node is not None:
+        node = record
+        while True:
             del node.ns.blobs[node.key]
             node.gone = True
             self.n_holes -= node.hole
-            if node.parent is not None:
-                node.parent.disown(node)
-            node = node.parent
-            if node is None or node.gone or node.has_children or not node.hole:
-                return
+            parent = node.parent
+            if parent is None or parent.gone:
+                return None
+            parent.disown(node)
+            if parent.has_children or not parent.hole:
+                return parent
+            node = parent
 
-    def lose(self, record: Record) -> None:
-        """The record's bytes are nowhere any more: it becomes a hole, or goes if a leaf."""
-        if record.has_children:
-            self.n_holes += not record.hole
-            record.hole = True
-        else:
-            self.discard(record)
+    def lose(self, record: Record) -> Record | None:
+        """The record's bytes are nowhere any more: it becomes a hole, or goes as by `discard`."""
+        if not record.has_children:
+            return self.discard(record)
+        self.n_holes += not record.hole
+        record.hole = True
+        return None
 
     def mend(self, record: Record) -> None:
         """A hole has bytes again."""

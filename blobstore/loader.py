@@ -9,6 +9,7 @@ nobody. Used on the event loop only, but for the methods marked as work.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from itertools import zip_longest
 
 from blobstore.counters import Counters
 from blobstore.digest import PIECE_BYTES, first_bad_piece, payload_digest
-from blobstore.errors import Corrupt, StorageFailed
+from blobstore.errors import Corrupt
 from blobstore.fill import Fill
 from blobstore.index import Record
 from blobstore.residency import Residency
 from blobstore.tiering.ssd import SsdTier
 from blobstore.tiering.tier import Extent
+
+log = logging.getLogger(__name__)
 
 STEP_BYTES = 8 * PIECE_BYTES
 """One read: long enough that the cost of handing it to a thread does not show."""
@@ -33,8 +36,9 @@ STREAM_STEP_BYTES = 2 * PIECE_BYTES
 @dataclass(slots=True)
 class _Load:
     record: Record
+    place: Extent | bool
     fill: Fill
-    steps_left: int
+    steps_left: int = 0
     failure: str = ""
 
 
@@ -50,6 +54,7 @@ class Loader:
         pool: Executor,
         lanes: int,
         on_corrupt: Callable[[Record], None],
+        save: Callable[[Record], None],
         clock: Callable[[], float],
     ) -> None:
         self._ssd = ssd
@@ -59,6 +64,7 @@ class Loader:
         self._pool = pool
         self._lanes = lanes
         self._on_corrupt = on_corrupt
+        self._save = save
         self._clock = clock
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes_per_s = 1e9
@@ -71,9 +77,9 @@ class Loader:
         holds its own pin until it has ended. Follow `record.fill`.
         """
         n = len(records)
-        if not self._residency.take(records, loading=True):
+        if not self._take(records):
             n = 0
-            while n < len(records) and self._residency.take(records[n : n + 1], loading=True):
+            while n < len(records) and self._take(records[n : n + 1]):
                 n += 1
         loads = [self._open(record) for record in records[:n]]
         if loads:
@@ -87,11 +93,16 @@ class Loader:
         while self._tasks:
             await asyncio.wait(self._tasks)
 
+    def _take(self, records: Sequence[Record]) -> bool:
+        # Bytes that were put aside, or of a load that failed, may still be under a lease:
+        # the new ones are the same or better, and take their place.
+        return self._residency.take([r for r in records if r.dram is None], loading=True)
+
     def _open(self, record: Record) -> _Load:
         ends = [*range(PIECE_BYTES, record.nbytes, PIECE_BYTES), record.nbytes]
         record.fill = Fill(ends if record.nbytes else [])
         self._residency.pin(record)
-        return _Load(record, record.fill, 0)
+        return _Load(record, record.ssd, record.fill)
 
     async def _run(self, loads: Sequence[_Load], stream: bool) -> None:
         started_s = self._clock()
@@ -106,31 +117,38 @@ class Loader:
             self.bytes_per_s += 0.3 * (nbytes / elapsed_s - self.bytes_per_s)
 
     async def _lane(self, queue: Iterator[tuple[_Load, int, int]]) -> None:
-        loop = asyncio.get_running_loop()
         for load, start, end in queue:
+            if load.record.gone:
+                self._fail(load, "dropped")
             if not load.failure:
-                work = loop.run_in_executor(self._pool, self._read, load.record, start, end)
-                try:
-                    await work
-                except Corrupt:
-                    self._fail(load, "corrupt")
-                except StorageFailed:
-                    self._counters.ssd_errors += 1
-                    self._fail(load, "io_error")
-                else:
-                    load.fill.mark(start // PIECE_BYTES, -(-end // PIECE_BYTES))
+                await self._step(load, start, end)
             load.steps_left -= 1
             if load.steps_left == 0:
                 self._end(load)
 
-    def _read(self, record: Record, start: int, end: int) -> None:
+    async def _step(self, load: _Load, start: int, end: int) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            await loop.run_in_executor(self._pool, self._read, load, start, end)
+        except Corrupt:
+            self._fail(load, "corrupt")
+        except Exception as error:
+            if load.record.ssd == load.place:  # else it was dropped, and its extent freed
+                log.warning("a load failed: %s", error)
+                self._counters.ssd_errors += 1
+            self._fail(load, "io_error")
+        else:
+            load.fill.mark(start // PIECE_BYTES, -(-end // PIECE_BYTES))
+
+    def _read(self, load: _Load, start: int, end: int) -> None:
         """Read and check one step (work). Raises Corrupt or StorageFailed."""
+        record = load.record
         assert record.dram is not None
         into = self._arena[record.dram.offset + start : record.dram.offset + end]
         # A second read tells a fault on the way from one on the disk.
         for _ in range(2):
-            if isinstance(record.ssd, Extent):
-                self._ssd.read(record.ssd, start, into)
+            if isinstance(load.place, Extent):
+                self._ssd.read(load.place, start, into)
             else:
                 self._ssd.read_inline(record.ns.id, record.key, into)
             if first_bad_piece(into, start // PIECE_BYTES, record.pieces) is None:
@@ -149,13 +167,15 @@ class Loader:
         record = load.record
         record.fill = None
         if load.failure:
-            if load.failure == "corrupt":
+            if load.failure == "corrupt" and record.ssd == load.place:
                 self._on_corrupt(record)
         elif not record.gone:
             self._residency.show(record)
             self._counters.loaded_blobs += 1
             self._counters.loaded_bytes += record.nbytes
             load.fill.finish()
+            if record.ssd is False:  # put aside by somebody else meanwhile
+                self._save(record)
         else:
             load.fill.fail("dropped")
         self._residency.unpin(record)

@@ -69,7 +69,8 @@ class LocalDoor:
     async def close(self, drain_s: float = 5.0) -> None:
         """Refuse new connections, let requests in flight end for `drain_s`, close all."""
         if self._accepting is not None:
-            self._accepting.cancel()
+            for task in (self._accepting, *self._handshakes):
+                task.cancel()
             await asyncio.gather(self._accepting, *self._handshakes, return_exceptions=True)
         if self._listener is not None:
             self._listener.close()
@@ -112,6 +113,9 @@ class LocalDoor:
         except (OSError, TimeoutError, ValueError):
             peer.close()
             return
+        except BaseException:  # cancelled
+            peer.close()
+            raise
         connection = Connection(self._store, holder, self._lost)
         try:
             _send_arena(peer, self._store, request_id)

@@ -75,7 +75,13 @@ class Readers:
             extents = _resident_chain(leaf, keys, len(keys) // key_bytes)
             if extents is not None:
                 n = len(keys) // key_bytes
-                self._count_hits(ns, "dram", n, extents)
+                before = n - 1  # only the last of a chain may be partial
+                self._count_hits(
+                    "dram",
+                    n,
+                    before * ns.full_bytes + leaf.nbytes,
+                    before * ns.namespace.tokens_per_blob + leaf.tokens,
+                )
                 lease_id = self._lease(holder, [leaf], [])
                 self._residency.pin(leaf)
                 return Found(lease_id, extents, "", {"dram": n})
@@ -118,9 +124,12 @@ class Readers:
     def prefetch(self, ns: NamespaceState, keys: bytes, key_bytes: int) -> int:
         """Start to load leading blobs that are on SSD alone; how many are on their way."""
         items = self._items(ns, keys, key_bytes, wait_for_writers=False)
+        cold = [record for record in items if _is_cold(record)]
+        if not cold or self._loader is None:
+            return 0
         for record in items:
             self._residency.pin(record)
-        started = self._start_loads(items, stream=False)
+        started = self._loader.begin(cold, stream=False)
         for record in items:
             self._residency.unpin(record)
         return started
@@ -137,28 +146,24 @@ class Readers:
     ) -> Found:
         n_asked = len(keys) // key_bytes
         items = self._items(ns, keys, key_bytes, wait_for_writers=wait_for_writers)
+        origins = [_origin(record) for record in items]
         reason = "" if len(items) == n_asked else "absent"
         for record in items:  # nothing of the chain may be evicted while it is put together
             self._residency.pin(record)
         try:
-            origins = ["dram" if r.packed else "ssd" if r.ssd is not False else "writer"
-                       for r in items]  # fmt: skip
-            self._start_loads(items, stream=stream)
-            n, why = await self._readable(items, stream, deadline_s)
+            await self._begin_loads(items, stream, deadline_s)
+            follow = wait_for_writers
+            n, why = await self._readable(items, stream, follow, deadline_s)
             if n < len(items):
                 reason = why
-            leading = items[:n]
-            for tier in set(origins[:n]):
-                of_tier = [r for r, origin in zip(leading, origins, strict=False) if origin == tier]
-                self._count_hits(ns, tier, len(of_tier), b"", sum(r.nbytes for r in of_tier))
-            if reason:
-                self._counters.missed_blobs[reason] += n_asked - n
+            leading, origins = items[:n], origins[:n]
+            self._count(leading, origins, n_asked - n, reason)
             unsealed = any(not record.packed for record in leading)
             pins = list(leading) if unsealed else _pins(leading)
             for record in pins:
                 self._residency.pin(record)
             lease_id = self._lease(holder, pins, leading if unsealed else []) if n else 0
-            return Found(lease_id, _extents(leading), reason, dict(Counter(origins[:n])))
+            return Found(lease_id, _extents(leading), reason, dict(Counter(origins)))
         finally:
             for record in items:
                 self._residency.unpin(record)
@@ -179,27 +184,51 @@ class Readers:
             items.append(record)
         return items
 
-    def _start_loads(self, items: Sequence[Record], *, stream: bool) -> int:
-        cold = [r for r in items if r.dram is None and r.fill is None and r.ssd is not False]
-        if not cold or self._loader is None:
-            return 0
-        return self._loader.begin(cold, stream=stream)
+    async def _begin_loads(self, items: Sequence[Record], stream: bool, deadline_s: float) -> None:
+        """Start to load what is on SSD alone, as far as there is room or is about to be."""
+        while self._loader is not None:
+            cold = [record for record in items if _is_cold(record)]
+            if not cold or self._loader.begin(cold, stream=stream) == len(cold):
+                return
+            if not self._residency.wiping_bytes or self._clock() >= deadline_s:
+                return
+            await self._residency.wiped()
 
     async def _readable(
-        self, items: Sequence[Record], stream: bool, deadline_s: float
+        self, items: list[Record], stream: bool, follow: bool, deadline_s: float
     ) -> tuple[int, str]:
-        """How many leading items a lease may give, and why no more."""
-        for n, record in enumerate(items):
-            if record.packed:
-                continue
-            fill = record.fill
-            if fill is None:
-                return n, "failed" if record.dram is not None or record.hole else "no_room"
-            if not stream:
-                why = await _within(fill.wait_end(), deadline_s - self._clock())
-                if not record.packed:
-                    return n, why or fill.failure or "gone"
+        """How many leading items a lease may give, and why no more.
+
+        Items that were replaced while they were waited for are exchanged in place.
+        """
+        for n in range(len(items)):
+            why = await self._wait_for(items, n, stream, follow, deadline_s)
+            if why:
+                return n, why
         return len(items), ""
+
+    async def _wait_for(
+        self, items: list[Record], n: int, stream: bool, follow: bool, deadline_s: float
+    ) -> str:
+        """Wait until a lease may give item `n`: "", or why it may not."""
+        failure = ""
+        while not (record := items[n]).packed:
+            fill = record.fill
+            if fill is not None and not fill.ended:
+                if stream:
+                    return ""
+                late = await _within(fill.wait_end(), deadline_s - self._clock())
+                if late:
+                    return late
+                failure = fill.failure
+                continue
+            heir = _heir(record, follow) if record.gone else None
+            if heir is None:
+                return failure or _why_not(record)
+            self._residency.pin(heir)
+            items[n] = heir
+            self._residency.unpin(record)
+        return ""
 
     def _lease(self, holder: Holder, pins: list[Record], items: list[Record]) -> int:
         lease_id = self._next_id
@@ -208,15 +237,47 @@ class Readers:
         self.count += 1
         return lease_id
 
-    def _count_hits(
-        self, ns: NamespaceState, tier: str, n: int, extents: bytes, nbytes: int | None = None
+    def _count(
+        self, given: Sequence[Record], origins: Sequence[str], n_missed: int, reason: str
     ) -> None:
+        for tier in set(origins):
+            of_tier = [r for r, origin in zip(given, origins, strict=True) if origin == tier]
+            nbytes, tokens = sum(r.nbytes for r in of_tier), sum(r.tokens for r in of_tier)
+            self._count_hits(tier, len(of_tier), nbytes, tokens)
+        if reason:
+            self._counters.missed_blobs[reason] += n_missed
+
+    def _count_hits(self, tier: str, n: int, nbytes: int, tokens: int) -> None:
         counters = self._counters
-        if nbytes is None:
-            nbytes = n * ns.full_bytes
         counters.hit_blobs[tier] += n
         counters.hit_bytes[tier] += nbytes
-        counters.hit_tokens[tier] += n * ns.namespace.tokens_per_blob
+        counters.hit_tokens[tier] += tokens
+
+
+def _origin(record: Record) -> str:
+    if record.packed:
+        return "dram"
+    return "ssd" if record.ssd is not False else "writer"
+
+
+def _is_cold(record: Record) -> bool:
+    """Only a load can make it readable."""
+    return record.ssd is not False and record.packed == b"" and record.fill is None
+
+
+def _why_not(record: Record) -> str:
+    if record.gone:
+        return "gone"
+    return "no_room" if record.ssd is not False and record.dram is None else "failed"
+
+
+def _heir(record: Record, follow: bool) -> Record | None:
+    """What is readable now under the key of a draft or blob that is gone, or may become so."""
+    held = record.ns.blobs.get(record.key)
+    if held is not None and held.packed:
+        return held
+    drafts = record.ns.drafts.get(record.key) if follow else None
+    return drafts[0] if drafts else None
 
 
 def _resident_chain(leaf: Record, keys: bytes, n: int) -> bytes | None:

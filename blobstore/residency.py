@@ -9,18 +9,23 @@ event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 
 from blobstore.counters import Counters
-from blobstore.errors import Busy, Full
+from blobstore.errors import Full
+from blobstore.eviction import Eviction
 from blobstore.index import Index, Record, Retention
 from blobstore.tiering.dram import DramTier
 from blobstore.tiering.policy import Policy
 from blobstore.tiering.tier import Extent
+from blobstore.turns import Turns
 
 WAITERS_MAX = 1024
 """Reservations that may wait for room at once; more are refused as busy."""
+
+WIPE_INLINE_BYTES = 256 << 10
+"""Zeroing this much takes less time than handing it to a thread."""
 
 
 class Residency:
@@ -32,28 +37,30 @@ class Residency:
         policy: Policy[Record],
         index: Index,
         counters: Counters,
+        pool: Executor,
         clock: Callable[[], float],
     ) -> None:
         self._dram = dram
         self._policy = policy
         self._index = index
         self._counters = counters
+        self._pool = pool
         self._clock = clock
-        self._waiters: deque[asyncio.Future[None]] = deque()
+        self._eviction = Eviction(dram, policy, self._leave_tree, self._rejoin_tree)
+        self._turns = Turns(clock, WAITERS_MAX)
+        self._wipes: set[asyncio.Future[None]] = set()
+        self.wiping_bytes = 0
+        """Freed, and being zeroed before anyone else gets them."""
         self.pinned_bytes = 0
         self.on_settled: Callable[[Record], None] = lambda record: None
         """Called whenever a record's standing may have changed."""
-        self.spare_bytes_wanted: Callable[[], None] = lambda: None
-        """Called when eviction found too little: a chance to hurry write-back."""
+        self.on_used: Callable[[Record], None] = lambda record: None
+        """Called whenever a record's time of last use has changed."""
 
     @property
     def waiting(self) -> int:
         """Reservations that wait for room."""
-        return len(self._waiters)
-
-    def limit(self, *, loading: bool) -> int:
-        """Most bytes that puts (or loads) can ever have."""
-        return self._dram.capacity_bytes if loading else self._dram.room_for_puts_bytes
+        return len(self._turns)
 
     def pin(self, record: Record) -> None:
         """Keep the record's DRAM bytes, and its ancestors', until `unpin`."""
@@ -62,29 +69,15 @@ class Residency:
             self.pinned_bytes += record.nbytes
             self._policy.withdraw(record)
 
-    def unpin(self, record: Record) -> None:
-        """Undo one `pin`; the last one counts as a use."""
+    def unpin(self, record: Record, *, used: bool = True) -> None:
+        """Undo one `pin`; counts as a use unless the store itself had the pin."""
         assert record.pins > 0
         record.pins -= 1
+        if used:
+            self._use(record, self._clock())
         if record.pins == 0:
             self.pinned_bytes -= record.nbytes
-            record.last_used = self._clock()
             self.settle(record)
-            self.notify()
-
-    def settle(self, record: Record) -> None:
-        """Bring the record's standing up to date: free useless bytes, else offer or withdraw."""
-        if not record.gone and (record.packed or record.fill is not None or record.dram is None):
-            if self._evictable(record):
-                self._policy.offer(record, record.last_used, record.nbytes)
-            else:
-                self._policy.withdraw(record)
-            self.on_settled(record)
-        elif record.dram is not None and not (record.pins or record.dram_children):
-            # Dropped, or a load or a draft that failed: nobody reads or writes it any more.
-            self._policy.withdraw(record)
-            self.hide(record)
-            self._free(record)
 
     def keep(self, record: Record) -> None:
         """Keep the record known and in some tier, DRAM or not, until `unkeep`."""
@@ -97,31 +90,39 @@ class Residency:
         record.heirs -= 1
         if record.heirs == 0:
             self.settle(record)
-            self.notify()
+
+    def settle(self, record: Record) -> None:
+        """Bring the record's standing up to date: free useless bytes, else offer or withdraw."""
+        node: Record | None = record
+        while node is not None:  # freeing one may make its parent's bytes useless
+            node = self._settle(node)
 
     def show(self, record: Record) -> None:
-        """Make the bytes in the record's extent readable."""
+        """Make the bytes in the record's extent readable; a hole is none any more."""
         assert record.dram is not None
         record.show_in_dram(record.dram)
-        self._enter(record)
+        self._index.mend(record)
+        if not record.counted:
+            self._count(record)
 
     def hide(self, record: Record) -> None:
         """Give the bytes in DRAM to nobody any more; those who have them keep them."""
-        if record.packed:
-            record.packed = b""
-            self._leave(record)
+        record.packed = b""
 
     def take(self, records: Sequence[Record], *, loading: bool) -> bool:
         """Give every record an extent, evicting if need be; all or none.
 
-        False leaves everything as it was, unless the arena is too fragmented:
-        then some cold blobs may have left for nothing.
+        False leaves everything as it was, but where free room lies in pieces
+        (cold blobs may have left for the first few records) or is being wiped
+        (see `wiping_bytes`: it is there in a moment).
         """
-        short = sum(self._dram.padded(r.nbytes) for r in records) - self._dram.available_bytes(
-            staging=loading
-        )
-        if short > 0 and not self._evict(short):
-            return False
+        wanted = sum(self._dram.padded(record.nbytes) for record in records)
+        short = wanted - self._dram.available_bytes(staging=loading) - self.wiping_bytes
+        if wanted and short > 0:
+            victims = self._eviction.victims(short)
+            if not victims:
+                return False
+            self._expel(victims)
         taken: list[Record] = []
         for record in records:
             extent = self._allocate(record.nbytes, loading)
@@ -133,48 +134,58 @@ class Residency:
             taken.append(record)
         return True
 
-    async def take_or_wait(
-        self, records: Sequence[Record], *, loading: bool, deadline_s: float
-    ) -> str:
-        """`take`, waiting for room until the clock reads `deadline_s`; "" or why not."""
-        wanted = sum(self._dram.padded(record.nbytes) for record in records)
-        if wanted > self.limit(loading=loading):
-            return "too_large"
-        if not self._waiters and self.take(records, loading=loading):
-            return ""
-        if len(self._waiters) >= WAITERS_MAX:
-            raise Busy(f"{WAITERS_MAX} reservations wait for room already")
-        return await self._queue(records, loading, deadline_s)
+    async def take_or_wait(self, records: Sequence[Record], deadline_s: float) -> str:
+        """`take` for a put, waiting for room until the clock reads `deadline_s`; "" or why not.
 
-    async def _queue(self, records: Sequence[Record], loading: bool, deadline_s: float) -> str:
-        loop = asyncio.get_running_loop()
-        turn: asyncio.Future[None] = loop.create_future()
-        self._waiters.append(turn)
-        try:
-            while True:
-                self.spare_bytes_wanted()
-                remaining_s = deadline_s - self._clock()
-                if remaining_s <= 0:
-                    return "full"
-                await asyncio.wait([turn], timeout=remaining_s)
-                mine = self._waiters.index(turn)
-                turn = self._waiters[mine] = loop.create_future()
-                if mine == 0 and self.take(records, loading=loading):
-                    return ""
-        finally:
-            self._waiters.remove(turn)
-            self.notify()
+        Room that is being wiped is waited for in any case. Raises Busy if too many wait.
+        """
+        wanted = sum(self._dram.padded(record.nbytes) for record in records)
+        if wanted > self._dram.room_for_puts_bytes:
+            return "too_large"
+
+        def attempt() -> bool:
+            return self.take(records, loading=False)
+
+        if await self._turns.wait(attempt, deadline_s):
+            return ""
+        if self.wiping_bytes:
+            await self.wiped()
+            if await self._turns.wait(attempt, deadline_s):
+                return ""
+        return "full"
+
+    async def take_staging(self, record: Record) -> bool:
+        """`take` for one record of the store's own, which waits for nothing but wipes."""
+        while not self.take([record], loading=True):
+            if not self.wiping_bytes:
+                return False
+            await self.wiped()
+        return True
+
+    async def wiped(self) -> None:
+        """Wait for the wipes in flight."""
+        if self._wipes:
+            await asyncio.wait(self._wipes)
 
     def notify(self) -> None:
         """Room may have come: let the first who waits try."""
-        if self._waiters and not self._waiters[0].done():
-            self._waiters[0].set_result(None)
+        self._turns.notify()
 
     def give_back(self, record: Record) -> None:
-        """Free the extent of a record that was never made readable."""
+        """Free the extent, if any, of a record that was never made readable."""
         if record.dram is not None:
             self._free(record)
-            self.notify()
+
+    def reclaim(self, hole: Record) -> bool:
+        """Free the bytes that a hole still has, unless somebody may read them; whether it has none.
+
+        Leases on what continues the hole cover its bytes without a pin of their own.
+        """
+        if hole.dram is not None and not hole.pins and not _held_from_below(hole):
+            parent = self._free(hole)
+            if parent is not None:
+                self.settle(parent)
+        return hole.dram is None
 
     def hand_over(self, record: Record, to: Record) -> None:
         """Make the bytes of `record`, which was never shown, readable under `to` instead."""
@@ -187,14 +198,41 @@ class Residency:
         """Free the DRAM bytes of a blob that is on SSD too, if nothing holds them."""
         if record.ssd is False or not self._evictable(record):
             return False
-        self._soft_leave(record)
-        self._expel(record)
-        self.notify()
+        self._leave_tree(record)
+        self._expel([record])
         return True
+
+    def _use(self, record: Record, now_s: float) -> None:
+        if now_s > record.last_used:
+            record.last_used = now_s
+            self.on_used(record)
+
+    def _settle(self, record: Record) -> Record | None:
+        """Settle one record; its parent, if that is the next to settle."""
+        parent = None
+        if self._useless(record):
+            self._policy.withdraw(record)
+            self.hide(record)
+            parent = self._free(record)
+        elif self._evictable(record):
+            self._policy.offer(record, record.last_used, record.nbytes)
+            self.notify()
+        else:
+            self._policy.withdraw(record)
+        if not record.gone:
+            self.on_settled(record)
+        return parent
+
+    def _useless(self, record: Record) -> bool:
+        """Dropped, hidden, or a load or a draft that failed; and nobody reads or writes it."""
+        unreadable = record.gone or (record.packed == b"" and record.fill is None)
+        held = record.pins or record.dram_children
+        return record.dram is not None and unreadable and not held
 
     def _evictable(self, record: Record) -> bool:
         return (
             record.packed != b""
+            and not record.gone
             and not record.pins
             and not record.dram_children
             and not record.dirty
@@ -202,71 +240,110 @@ class Residency:
             and (record.ssd is not False or not (record.has_children or record.heirs))
         )
 
-    def _evict(self, short: int) -> bool:
-        """Free at least `short` bytes, coldest first; or nothing at all."""
-        chosen: list[Record] = []
-        while short > 0:
-            victim = next(self._policy.victims(), None)
-            if victim is None:
-                for record in reversed(chosen):
-                    self._undo_soft_leave(record)
-                return False
-            self._soft_leave(victim)
-            chosen.append(victim)
-            short -= self._dram.padded(victim.nbytes)
-        for victim in chosen:
-            self._expel(victim)
-        return True
-
-    # A victim first leaves the tree, which offers its parent to the policy in
-    # its own place in the order; bytes are freed once the sum suffices.
-    def _soft_leave(self, record: Record) -> None:
+    def _leave_tree(self, record: Record) -> None:
         self._policy.withdraw(record)
         if record.ssd is False and record.parent is not None:
             record.parent.disown(record)
-        self._leave(record)
+        parent = self._uncount(record)
+        if parent is not None:
+            self.settle(parent)
 
-    def _undo_soft_leave(self, record: Record) -> None:
+    def _rejoin_tree(self, record: Record) -> None:
         if record.ssd is False and record.parent is not None:
             record.parent.adopt(record)
-        self._enter(record)
+        self._count(record)
         self.settle(record)
+        if record.parent is not None:
+            self.settle(record.parent)
 
-    def _expel(self, record: Record) -> None:
-        record.packed = b""
-        self._free(record)
-        if record.ssd is False:
+    def _expel(self, victims: Sequence[Record]) -> None:
+        """Free the bytes of blobs that left the tree; those that are nowhere else are dropped."""
+        for record in victims:
+            self._policy.withdraw(record)  # its child's going may have offered it again
+            self.hide(record)
+            self._free(record)
+            if record.ssd is not False:
+                self._counters.demoted += 1
+                continue
             self._counters.dropped += 1
             self._counters.lost_unsaved += record.unsaved
-            self._index.discard(record)
-        else:
-            self._counters.demoted += 1
+            above = self._index.discard(record)
+            if above is not None:
+                self.settle(above)
 
     def _allocate(self, nbytes: int, loading: bool) -> Extent | None:
-        while True:
-            try:
-                return self._dram.allocate(nbytes, staging=loading)
-            except Full:
-                # Enough in total, but not in one piece: go on until it is.
-                if not self._evict(1):
-                    return None
+        try:
+            return self._dram.allocate(nbytes, staging=loading)
+        except Full:
+            if self.wiping_bytes:
+                return None
+        # Enough in total, but not in one piece.
+        victims = self._eviction.victims_in_one_piece(self._dram.padded(nbytes))
+        if not victims:
+            return None
+        self._expel(victims)
+        try:
+            return self._dram.allocate(nbytes, staging=loading)
+        except Full:
+            assert self.wiping_bytes
+            return None
 
-    def _free(self, record: Record) -> None:
-        assert record.dram is not None
-        self._dram.free(record.dram, wipe=record.retention is Retention.VOLATILE)
-        record.dram = None
+    def _free(self, record: Record) -> Record | None:
+        """Give the record's extent back; its parent, if no more of its children have bytes."""
+        extent, record.dram = record.dram, None
+        assert extent is not None
+        if record.retention is not Retention.VOLATILE:
+            self._dram.free(extent)
+        elif extent.nbytes <= WIPE_INLINE_BYTES:
+            self._dram.free(extent, wipe=True)
+        else:
+            self._wipe(extent)
+        self.notify()
+        return self._uncount(record)
 
-    def _enter(self, record: Record) -> None:
+    def _wipe(self, extent: Extent) -> None:
+        """Zero and free an extent on a worker thread."""
+        nbytes = self._dram.padded(extent.nbytes)
+
+        def done(wipe: asyncio.Future[None]) -> None:
+            self._wipes.discard(wipe)
+            self.wiping_bytes -= nbytes
+            wipe.result()
+            self.notify()
+
+        self.wiping_bytes += nbytes
+        loop = asyncio.get_running_loop()
+        wipe = loop.run_in_executor(self._pool, lambda: self._dram.free(extent, wipe=True))
+        self._wipes.add(wipe)
+        wipe.add_done_callback(done)
+
+    def _count(self, record: Record) -> None:
+        record.counted = True
         parent = record.parent
         if parent is not None:
             parent.dram_children += 1
             if parent.dram_children == 1:
                 self._policy.withdraw(parent)
 
-    def _leave(self, record: Record) -> None:
+    def _uncount(self, record: Record) -> Record | None:
+        """Undo `_count`, if it was done; the parent, if it has no such children any more."""
+        if not record.counted:
+            return None
+        record.counted = False
         parent = record.parent
-        if parent is not None:
-            parent.dram_children -= 1
-            parent.last_used = max(parent.last_used, record.last_used)
-            if parent.dram_children == 0:
-                self.settle(parent)
+        if parent is None:
+            return None
+        parent.dram_children -= 1
+        self._use(parent, record.last_used)
+        return None if parent.dram_children else parent
+
+
+def _held_from_below(record: Record) -> bool:
+    """Whether anything that continues `record` and has bytes in DRAM is pinned or dropped."""
+    level = [record]
+    for node in level:
+        below = [child for child in node.children() if child.counted]
+        if len(below) != node.dram_children or any(child.pins for child in below):
+            return True  # who counts and is no child any more was dropped, and is still read
+        level.extend(below)
+    return False

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from blobstore.digest import PIECE_BYTES, first_bad_piece, payload_digest
-from blobstore.errors import StorageFailed
+from blobstore.errors import BlobStoreError
 from blobstore.index import Index, Record
 from blobstore.residency import Residency
 from blobstore.tiering.ssd import SsdTier
@@ -59,30 +59,41 @@ class Scrub:
         return report
 
     async def _check(self, record: Record, bounce: memoryview, report: dict[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
         self._residency.pin(record)
         try:
             if record.packed:
-                report["copies"] += 1
-                report["bytes"] += record.nbytes
-                if not await loop.run_in_executor(self._pool, self._dram_is_good, record):
-                    self._note(record, "dram", report)
-                    self._quarantine_dram(record)
+                await self._check_dram(record, report)
             if record.ssd is not False:
-                report["copies"] += 1
-                report["bytes"] += record.nbytes
-                try:
-                    good = await loop.run_in_executor(
-                        self._pool, self._ssd_is_good, record, record.ssd, bounce
-                    )
-                except StorageFailed as error:
-                    report["unreadable"].append({"key": record.key.hex(), "error": str(error)})
-                    return
-                if not good and record.ssd is not False:
-                    self._note(record, "ssd", report)
-                    self._quarantine(record)
+                await self._check_ssd(record, record.ssd, bounce, report)
         finally:
-            self._residency.unpin(record)
+            self._residency.unpin(record, used=False)
+
+    async def _check_dram(self, record: Record, report: dict[str, Any]) -> None:
+        work = asyncio.get_running_loop().run_in_executor
+        report["copies"] += 1
+        report["bytes"] += record.nbytes
+        if not await work(self._pool, self._dram_is_good, record) and record.packed:
+            self._note(record, "dram", report)
+            self._quarantine_dram(record)
+
+    async def _check_ssd(
+        self, record: Record, place: Extent | bool, bounce: memoryview, report: dict[str, Any]
+    ) -> None:
+        work = asyncio.get_running_loop().run_in_executor
+        report["copies"] += 1
+        report["bytes"] += record.nbytes
+        good, error = False, None
+        try:
+            good = await work(self._pool, self._ssd_is_good, record, place, bounce)
+        except BlobStoreError as fault:
+            error = fault
+        if record.ssd != place:  # dropped meanwhile: there was nothing to check
+            return
+        if error is not None:
+            report["unreadable"].append({"key": record.key.hex(), "error": str(error)})
+        elif not good:
+            self._note(record, "ssd", report)
+            self._quarantine(record)
 
     def _note(self, record: Record, tier: str, report: dict[str, Any]) -> None:
         report["corrupt"].append(

@@ -11,25 +11,28 @@ import contextlib
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
 from blobstore.counters import Counters
+from blobstore.drafts import Drafts
 from blobstore.errors import Busy, InvalidRequest
 from blobstore.holder import Holder
 from blobstore.index import Index, NamespaceState, Record, Retention
 from blobstore.loader import Loader
 from blobstore.namespace import Namespace
 from blobstore.readers import Found, Readers
-from blobstore.residency import Residency
+from blobstore.residency import WAITERS_MAX, Residency
 from blobstore.scrub import Scrub
+from blobstore.sealing import Sealing
 from blobstore.settings import StoreSettings
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.disk import Disk
 from blobstore.tiering.dram import DramTier
 from blobstore.tiering.policy import LeafLru
 from blobstore.tiering.ssd import SsdTier
+from blobstore.turns import Turns
 from blobstore.writeback import Writeback
 from blobstore.writers import Writers
 
@@ -58,6 +61,7 @@ class Store:
         ssd: SsdTier | None,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
+        threads: Callable[[int, str], Executor],
     ) -> None:
         self.settings = settings
         self.arena = arena
@@ -68,31 +72,39 @@ class Store:
         self._wall_clock = wall_clock
         self._ssd = ssd
         self._dram = DramTier(arena, staging_bytes=settings.staging_quota_bytes)
-        self.residency = Residency(self._dram, LeafLru(), self.index, self.counters, clock)
-        threads = settings.io_threads
-        self._read_pool = ThreadPoolExecutor(threads, thread_name_prefix="read")
-        self._write_pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
-        self._hash_pool = ThreadPoolExecutor(HASH_LANES, thread_name_prefix="hash")
+        lanes = settings.io_threads
+        self._read_pool = threads(lanes, "read")
+        self._write_pool = threads(lanes, "write")
+        self._hash_pool = threads(HASH_LANES, "hash")
+        self._commit_pool = threads(1, "commit")
+        self.residency = Residency(
+            self._dram, LeafLru(), self.index, self.counters, self._hash_pool, clock
+        )
         self._loader: Loader | None = None
         self._writeback: Writeback | None = None
         if ssd is not None:
-            self._loader = Loader(
-                ssd, arena.view, self.residency, self.counters, self._read_pool, threads,
-                self._quarantine, clock,
-            )  # fmt: skip
             self._writeback = Writeback(
                 ssd, arena.view, self.residency, self.index, LeafLru(), self.counters,
-                self._write_pool, threads, self._quarantine_dram, clock,
+                self._write_pool, self._commit_pool, lanes, self._quarantine_dram, clock,
                 lambda: wall_clock() - clock(),
             )  # fmt: skip
+            self._loader = Loader(
+                ssd, arena.view, self.residency, self.counters, self._read_pool, lanes,
+                self._quarantine, self._writeback.save, clock,
+            )  # fmt: skip
             self.residency.on_settled = self._writeback.settle
+            self.residency.on_used = self._writeback.note_use
         self._readers = Readers(
             self.index, self.residency, self._loader, self.counters, clock,
             settings.max_leases_per_client,
         )  # fmt: skip
+        drafts = Drafts(self.residency, clock, settings.reservation_ttl_s)
+        self._sealing = Sealing(
+            self.index, self.residency, drafts, self._writeback, arena.view, self._hash_pool,
+            HASH_LANES, clock,
+        )  # fmt: skip
         self._writers = Writers(
-            self.index, self.residency, self._writeback, arena.view, self.counters,
-            self._hash_pool, HASH_LANES, clock, settings.reservation_ttl_s,
+            self.residency, drafts, self._sealing, self._writeback, self.counters, clock,
             settings.lent_quota_bytes,
         )  # fmt: skip
         self._scrub = Scrub(
@@ -113,9 +125,11 @@ class Store:
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = _wall_clock,
         disk: Disk | None = None,
+        threads: Callable[[int, str], Executor] = ThreadPoolExecutor,
     ) -> Store:
         """Allocate the arena, open and recover the SSD tier, start the movers.
 
+        `threads` makes pools of so many workers with that prefix to their names.
         Raises SetupError (or a subclass) with nothing left behind.
         """
         loop = asyncio.get_running_loop()
@@ -129,7 +143,7 @@ class Store:
                         settings.data_dir, settings.ssd_bytes, disk=disk, wall_clock=wall_clock
                     ),
                 )
-            store = cls(settings, arena, ssd, clock, wall_clock)
+            store = cls(settings, arena, ssd, clock, wall_clock, threads)
             store._adopt_rows()
         except BaseException:
             if ssd is not None:
@@ -148,12 +162,14 @@ class Store:
             with contextlib.suppress(asyncio.CancelledError):
                 await self._ticker
             self._ticker = None
+        await self._sealing.close()
         if self._loader is not None:
             await self._loader.close()
         if self._writeback is not None:
             await self._writeback.close(drain_s)
+        await self.residency.wiped()
         loop = asyncio.get_running_loop()
-        for pool in (self._read_pool, self._write_pool, self._hash_pool):
+        for pool in (self._read_pool, self._write_pool, self._hash_pool, self._commit_pool):
             await loop.run_in_executor(None, pool.shutdown)
         if self._ssd is not None:
             await loop.run_in_executor(None, self._ssd.close)
@@ -165,7 +181,8 @@ class Store:
         if holder is None:
             if len(self._holders) >= self.settings.max_clients:
                 raise Busy(f"{len(self._holders)} clients are connected, the most there may be")
-            holder = self._holders[token] = Holder(token, pid, name)
+            turns = Turns(self._clock, WAITERS_MAX)
+            holder = self._holders[token] = Holder(token, pid, name, turns)
         holder.connections += 1
         return holder
 
@@ -279,7 +296,7 @@ class Store:
                     self.residency.pin(record)
                 self._pinned_until[record] = self._clock() + ttl_s
             elif self._pinned_until.pop(record, None) is not None:
-                self.residency.unpin(record)
+                self.residency.unpin(record, used=False)
         return len(found)
 
     def prefetch(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> int:
@@ -351,11 +368,11 @@ class Store:
         now_s = self._clock()
         for record in [r for r, until_s in self._pinned_until.items() if until_s <= now_s]:
             del self._pinned_until[record]
-            self.residency.unpin(record)
+            self.residency.unpin(record, used=False)
         if now_s >= self._maintain_at_s:
             self._maintain_at_s = now_s + MAINTAIN_S
             if self._ssd is not None and self._writeback is not None:
-                self._writeback.persist_touches()
+                self._writeback.persist_uses()
                 asyncio.get_running_loop().run_in_executor(self._write_pool, self._ssd.maintain)
 
     async def _tick_forever(self) -> None:
@@ -413,16 +430,17 @@ class Store:
 
     def _drop_subtree(self, top: Record) -> int:
         subtree = self.index.subtree(top)
+        above = None
         for record in reversed(subtree):
             if self._pinned_until.pop(record, None) is not None:
-                self.residency.unpin(record)
+                self.residency.unpin(record, used=False)
             if self._writeback is not None:
                 self._writeback.remove(record)
             if not record.gone:  # a hole left bare goes with its last child
-                self.index.discard(record)
+                above = self.index.discard(record)
             self.residency.settle(record)
-        if top.parent is not None and not top.parent.gone:
-            self.residency.settle(top.parent)
+        if above is not None:
+            self.residency.settle(above)
         return len(subtree)
 
     def _quarantine(self, record: Record) -> None:
@@ -433,18 +451,25 @@ class Store:
         self._writeback.remove(record)
         if record.packed:
             self._writeback.save(record)
+            self.residency.settle(record)
         else:
-            self.index.lose(record)
+            self._lose(record)
 
     def _quarantine_dram(self, record: Record) -> None:
         """The copy in DRAM fails its digest: nobody gets it any more."""
         self.counters.corrupt += 1
-        if record.gone:
-            return
         self.residency.hide(record)
-        if record.ssd is False:
-            self.index.lose(record)
+        if record.ssd is False and not record.gone:
+            self._lose(record)
+        else:
+            self.residency.settle(record)
+
+    def _lose(self, record: Record) -> None:
+        """No copy is left."""
+        above = self.index.lose(record)
         self.residency.settle(record)
+        if above is not None:
+            self.residency.settle(above)
 
 
 def _make_arena(settings: StoreSettings) -> Arena:

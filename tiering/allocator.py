@@ -12,6 +12,7 @@ shifting it costs about a microsecond, and steady sizes hardly touch it.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 
 from blobstore.errors import InvalidRequest
 
@@ -69,6 +70,10 @@ class OffsetAllocator:
     def fragmentation(self) -> float:
         """The share of the free room outside its longest run: 0 is one piece."""
         return 1 - self.largest_free_bytes / self._free_bytes if self._free_bytes else 0.0
+
+    def free_runs(self) -> Iterator[tuple[int, int]]:
+        """Offset and length of every free run, in no order."""
+        return iter(self._length_at.items())
 
     def rounded(self, nbytes: int) -> int:
         """What `nbytes` take up."""

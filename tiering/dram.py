@@ -86,6 +86,11 @@ class DramTier:
         """Extents that take room."""
         return len(self._live)
 
+    def free_runs(self) -> list[Extent]:
+        """The free runs, longest possible each, in no order."""
+        with self._lock:
+            return [Extent(0, start, nbytes) for start, nbytes in self._allocator.free_runs()]
+
     def available_bytes(self, *, staging: bool = False) -> int:
         """What is free for puts, or for loads.
 

@@ -1,0 +1,309 @@
+"""Group commit: whatever has been written by now becomes durable in one transaction.
+
+Parents go before or with their children. Removals travel in the same
+transactions, and their bytes are freed after them. Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from typing import Protocol
+
+from blobstore.backoff import Backoff
+from blobstore.errors import BlobStoreError, Full, StorageFailed
+from blobstore.index import Record
+from blobstore.tiering.ssd import Row, SsdTier
+from blobstore.tiering.tier import Extent
+
+log = logging.getLogger(__name__)
+
+ROWS_PER_COMMIT_MAX = 1024
+TOUCHES_PER_COMMIT_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A blob whose bytes are on the disk, or go into the catalogue, and whose row is not yet."""
+
+    record: Record
+    extent: Extent | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Removal:
+    namespace_id: bytes
+    key: bytes
+    extent: Extent | bool
+
+
+class Outcomes(Protocol):
+    """Who is told what became of a blob; a fault leaves nothing of it on the disk."""
+
+    def saved(self, item: Written) -> None:
+        """Its row is durable."""
+        ...
+
+    def not_saved(self, item: Written, error: BlobStoreError) -> None:
+        """It is not on the disk, and its extent was freed."""
+        ...
+
+    def failed(self, error: BlobStoreError) -> None:
+        """A commit failed; told before what that means for each blob."""
+        ...
+
+    def rewritten(self, record: Record, error: BlobStoreError | None) -> None:
+        """Its row says now how long it must be kept (or not, but will be tried again)."""
+        ...
+
+
+class Committer:
+    """Commits to one SSD tier, one transaction at a time."""
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        outcomes: Outcomes,
+        view: Callable[[Record], memoryview],
+        backoff: Backoff,
+        commit_pool: Executor,
+        free_pool: Executor,
+        wall_offset_s: Callable[[], float],
+    ) -> None:
+        self._ssd = ssd
+        self._outcomes = outcomes
+        self._view = view
+        self._backoff = backoff
+        self._commit_pool = commit_pool
+        self._free_pool = free_pool
+        self._wall_offset_s = wall_offset_s
+        self._written: list[Written] = []
+        self._removals: list[_Removal] = []
+        self._rewrites: set[Record] = set()
+        self._rewriting: set[Record] = set()
+        """Rewrites in the commit under way."""
+        self._used: set[Record] = set()
+        """Used since their rows were written: at most all that are on SSD."""
+        self._uses_due = False
+        self._busy = False
+        self._removing = False
+        self.leaving_bytes = 0
+        """Removed, and not free yet."""
+        self._wanted = asyncio.Event()
+        self._rounds: list[asyncio.Future[None]] = []
+
+    @property
+    def pending(self) -> bool:
+        """Something waits for a commit, or is in one; times of use do not count."""
+        return bool(self._written or self._removals or self._rewrites or self._busy)
+
+    @property
+    def removing(self) -> bool:
+        """Bytes are on their way out, and free once a round is over."""
+        return self._removing or bool(self._removals)
+
+    def add(self, item: Written) -> None:
+        """Commit a row for the blob as soon as its parent has one, or comes along."""
+        self._written.append(item)
+        self._wanted.set()
+
+    def remove(self, record: Record) -> None:
+        """Take the blob's row off the disk, then its bytes; it counts as gone from there now."""
+        assert record.ssd is not False
+        self._used.discard(record)
+        self._rewrites.discard(record)
+        self._removals.append(_Removal(record.ns.id, record.key, record.ssd))
+        self.leaving_bytes += _nbytes(record.ssd)
+        record.ssd = False
+        self._wanted.set()
+
+    def rewrite(self, record: Record) -> None:
+        """Write the row of a blob that is on SSD anew."""
+        self._rewrites.add(record)
+        self._wanted.set()
+
+    def rewriting(self, record: Record) -> bool:
+        """Whether a rewrite of the record's row is still to be committed."""
+        return record in self._rewrites or record in self._rewriting
+
+    def note_use(self, record: Record) -> None:
+        """Bring the record's time of last use to disk some time."""
+        if record.ssd is not False:
+            self._used.add(record)
+
+    def persist_uses(self) -> None:
+        """Bring times of last use to disk now, so that a restart knows them."""
+        if self._used:
+            self._uses_due = True
+            self._wanted.set()
+
+    def look_again(self) -> None:
+        """A parent that others wait for was given up."""
+        self._wanted.set()
+
+    async def round(self, *, now: bool = True) -> None:
+        """Wait for the end of a commit, asking for one if `now`; raises what it failed with."""
+        over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._rounds.append(over)
+        if now:
+            self._wanted.set()
+        await over
+
+    async def run(self) -> None:
+        """Commit until cancelled."""
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            batch = self._committable()
+            error = None
+            if batch or self._removals or self._rewrites or self._uses_due:
+                error = await self._commit(batch)
+                if self._written or self._removals or self._rewrites or self._uses_due:
+                    self._wanted.set()
+            self._end_round(error)
+            if error is not None:
+                await asyncio.sleep(self._backoff.pause_s)
+
+    async def close(self) -> None:
+        """Bring the last times of use to disk; `run` must have ended."""
+        self._end_round(StorageFailed("the store is closing"))
+        while self._used:
+            self._uses_due = True
+            if await self._commit([]) is not None:
+                return
+
+    def _end_round(self, error: BlobStoreError | None) -> None:
+        rounds, self._rounds = self._rounds, []
+        for over in rounds:
+            if over.done():
+                continue
+            if error is None:
+                over.set_result(None)
+            else:
+                over.set_exception(error)
+
+    def _committable(self) -> list[Written]:
+        """Written blobs whose parent is on SSD or comes along."""
+        batch: list[Written] = []
+        coming: set[Record] = set()
+        later: list[Written] = []
+        for item in sorted(self._written, key=lambda item: item.record.depth):
+            record, parent = item.record, item.record.parent
+            if record.gone or not _can_be_reached(parent, coming):
+                self._not_saved(item, Full("its parent is not on ssd"))
+            elif parent is not None and parent.ssd is False and parent not in coming:
+                later.append(item)
+            elif len(batch) < ROWS_PER_COMMIT_MAX:
+                batch.append(item)
+                coming.add(record)
+            else:
+                later.append(item)
+        self._written = later
+        return batch
+
+    async def _commit(self, batch: list[Written]) -> BlobStoreError | None:
+        removals, self._removals = self._removals, []
+        rewrites, self._rewrites = self._rewrites, set()
+        offset_s = self._wall_offset_s()
+        add = [(_row(item.record, item.extent, offset_s), self._inline(item)) for item in batch]
+        add += [(_row(record, record.ssd, offset_s), None) for record in rewrites]
+        remove = [(removal.namespace_id, removal.key) for removal in removals]
+        touch = [(r.ns.id, r.key, r.last_used + offset_s) for r in self._uses()]
+        self._rewriting = rewrites
+        self._busy, self._removing = True, bool(removals)
+        try:
+            await asyncio.get_running_loop().run_in_executor(
+                self._commit_pool, self._ssd.commit, add, remove, touch
+            )
+        except Exception as fault:
+            error = typed(fault)
+            self._outcomes.failed(error)
+            self._removals = removals + self._removals
+            self._rewrites |= {record for record in rewrites if record.ssd is not False}
+            for item in batch:
+                self._not_saved(item, error)
+        else:
+            error = None
+            self._backoff.success()
+            for item in batch:
+                self._outcomes.saved(item)
+            await self._free([removal.extent for removal in removals])
+        finally:
+            self._busy = self._removing = False
+            self._rewriting = set()
+        for record in rewrites:
+            self._outcomes.rewritten(record, error)
+        return error
+
+    def _inline(self, item: Written) -> memoryview | None:
+        return self._view(item.record) if item.extent is None else None
+
+    def _uses(self) -> list[Record]:
+        """Some of the records whose times of use are due."""
+        if not self._uses_due:
+            return []
+        uses = [self._used.pop() for _ in range(min(len(self._used), TOUCHES_PER_COMMIT_MAX))]
+        self._uses_due = bool(self._used)
+        return uses
+
+    def _not_saved(self, item: Written, error: BlobStoreError) -> None:
+        if item.extent is not None:
+            work = asyncio.get_running_loop().run_in_executor
+            work(self._free_pool, self._ssd.free, item.extent).add_done_callback(_log_fault)
+        self._outcomes.not_saved(item, error)
+
+    async def _free(self, extents: Sequence[Extent | bool]) -> None:
+        """Free what was removed, on threads: holes are punched."""
+        loop = asyncio.get_running_loop()
+        frees = [
+            loop.run_in_executor(self._free_pool, self._ssd.free, extent)
+            for extent in extents
+            if isinstance(extent, Extent)
+        ]
+        if frees:
+            await asyncio.wait(frees)
+        for free in frees:
+            _log_fault(free)
+        self.leaving_bytes -= sum(map(_nbytes, extents))
+
+
+def typed(fault: Exception) -> BlobStoreError:
+    """`fault` as one of ours; what nobody foresaw is logged, and costs one batch only."""
+    if isinstance(fault, BlobStoreError):
+        return fault
+    log.error("write-back failed", exc_info=fault)
+    return StorageFailed(f"{type(fault).__name__}: {fault}")
+
+
+def _log_fault(free: asyncio.Future[None]) -> None:
+    if not free.cancelled() and (fault := free.exception()) is not None:
+        log.error("an extent could not be freed", exc_info=fault)
+
+
+def _nbytes(place: Extent | bool) -> int:
+    return place.nbytes if isinstance(place, Extent) else 0
+
+
+def _can_be_reached(parent: Record | None, coming: set[Record]) -> bool:
+    """The parent is on SSD, or on its way there."""
+    if parent is None:
+        return True
+    return not parent.gone and (parent.ssd is not False or parent.dirty or parent in coming)
+
+
+def _row(record: Record, place: Extent | bool | None, wall_offset_s: float) -> Row:
+    return Row(
+        namespace=record.ns.id,
+        key=record.key,
+        parent=b"" if record.parent is None else record.parent.key,
+        tokens=record.tokens,
+        nbytes=record.nbytes,
+        digest=record.digest,
+        pieces=record.pieces,
+        extent=place if isinstance(place, Extent) else None,
+        retention=record.retention.name.lower(),
+        last_used_wall_s=record.last_used + wall_offset_s,
+    )

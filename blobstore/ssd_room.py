@@ -1,0 +1,104 @@
+"""Room on the SSD: extents for writes, made by letting cold leaves go.
+
+What may leave is offered to a policy, as in DRAM; a blob that is nowhere else
+leaves the index with its copy here. Used on the event loop only.
+"""
+
+from __future__ import annotations
+
+from blobstore.committer import Committer
+from blobstore.counters import Counters
+from blobstore.errors import Full
+from blobstore.index import Index, Record, Retention
+from blobstore.residency import Residency
+from blobstore.tiering.policy import Policy
+from blobstore.tiering.ssd import SsdTier
+from blobstore.tiering.tier import Extent
+from blobstore.units import MIB
+
+AHEAD_BYTES_MAX = 256 * MIB
+"""Shed before it is needed, so that a write need not wait for a commit: at most this, and
+1/16 of the capacity."""
+
+
+class SsdRoom:
+    """Who has room on one SSD tier."""
+
+    def __init__(
+        self,
+        ssd: SsdTier,
+        committer: Committer,
+        index: Index,
+        residency: Residency,
+        policy: Policy[Record],
+        counters: Counters,
+    ) -> None:
+        self._ssd = ssd
+        self._committer = committer
+        self._index = index
+        self._residency = residency
+        self._policy = policy
+        self._counters = counters
+
+    def settle(self, record: Record) -> None:
+        """Bring the record's standing in the order of eviction up to date."""
+        if record.ssd is False:
+            return
+        if record.has_children or record.retention is Retention.DURABLE:
+            self._policy.withdraw(record)
+        else:
+            self._policy.offer(record, record.last_used, record.nbytes)
+
+    def remove(self, record: Record) -> None:
+        """Give up the copy on SSD, if there is one. The caller settles the record."""
+        if record.ssd is not False:
+            self._policy.withdraw(record)
+            self._committer.remove(record)
+
+    async def take(self, nbytes: int) -> Extent:
+        """An extent, once there is room. Raises Full, or what the commit failed with."""
+        while True:
+            try:
+                extent = self._ssd.allocate(nbytes)
+            except Full:
+                if not (self._committer.removing or self.shed(nbytes)):
+                    raise
+                await self._committer.round()
+            else:
+                self._shed_ahead(nbytes)
+                return extent
+
+    def shed(self, nbytes: int) -> bool:
+        """Choose cold leaves to leave until `nbytes` are on their way out; whether any are."""
+        shed_bytes, n_shed = 0, 0
+        while shed_bytes < nbytes:
+            victims: list[Record] = []
+            for victim in self._policy.victims():
+                if shed_bytes >= nbytes:
+                    break
+                if _may_leave(victim):
+                    shed_bytes += victim.nbytes
+                    victims.append(victim)
+            if not victims:
+                break
+            for victim in victims:  # which makes leaves of their parents
+                self._evict(victim)
+            n_shed += len(victims)
+        return n_shed > 0
+
+    def _shed_ahead(self, nbytes: int) -> None:
+        ahead_bytes = min(self._ssd.capacity_bytes // 16, AHEAD_BYTES_MAX)
+        if self._ssd.free_bytes + self._committer.leaving_bytes < ahead_bytes:
+            self.shed(nbytes)
+
+    def _evict(self, record: Record) -> None:
+        self._counters.ssd_evicted += 1
+        self.remove(record)
+        above = record if record.packed else self._index.discard(record)
+        if above is not None:
+            self._residency.settle(above)
+
+
+def _may_leave(record: Record) -> bool:
+    busy = record.pins or record.heirs or record.dirty or record.fill is not None
+    return not busy and not record.has_children
