@@ -9,7 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Annotated
+from typing import Annotated, TextIO
 
 import typer
 from rich.console import Console
@@ -83,7 +83,7 @@ def demo(json: Json = False, data: Data = None) -> None:
     if json:
         sys.stdout.write(outcome.to_json() + "\n")
     else:
-        outcome.print(_console())
+        outcome.print(_console_on(sys.stdout))
 
 
 def _run(
@@ -101,7 +101,7 @@ def _run(
     if json:
         sys.stdout.write(report.to_json() + "\n")
     else:
-        report.print(_console())
+        report.print(_console_on(sys.stdout))
     if plot is not None:
         plot.write_text(to_svg(report.rows), encoding="utf-8")
     if check and not report.met:
@@ -116,14 +116,14 @@ def _directory(data: Path | None) -> Path:
     return directory
 
 
-def _console() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 200, highlight=False)
-
-
 def _sayer(*, quiet: bool) -> Callable[[str], None]:
     """Progress goes to standard error, so that standard output stays one document."""
-    console = Console(stderr=True, highlight=False, quiet=quiet)
-    return lambda line: console.print(line, style="dim", markup=False)
+    console = _console_on(sys.stderr)
+    return lambda line: None if quiet else console.print(line, style="dim", markup=False)
+
+
+def _console_on(stream: TextIO) -> Console:
+    return Console(file=stream, width=None if stream.isatty() else 200, highlight=False)
 
 
 def _end_in_order() -> None:

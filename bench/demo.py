@@ -107,7 +107,7 @@ class Outcome:
 
     def print(self, console: Console) -> None:
         """The table that the demo ends with."""
-        console.print(_table(self.steps))
+        console.print(_table(self))
 
 
 class EngineProcess:
@@ -266,18 +266,32 @@ def _hits(kv: Client) -> dict[str, int]:
     return hits
 
 
-def _table(steps: list[Step]) -> Table:
-    table = Table(title="every token equals the cold run's", title_justify="left")
+def _table(outcome: Outcome) -> Table:
+    table = Table(title="every token equals that of a run that computed all", title_justify="left")
     for column in ("step", "from"):
         table.add_column(column)
-    for column in ("restored", "bytes", "cold prefill", "restore", "first token", "sooner"):
+    for column in (
+        "prompt",
+        "restored",
+        "bytes",
+        "cold prefill",
+        "restore",
+        "first token",
+        "sooner",
+    ):
         table.add_column(column, justify="right")
-    for step in steps:
+    cold = outcome.cold
+    seconds = f"{cold.first_token_s:.2f} s"
+    table.add_row(
+        "first process", "computed", str(cold.prompt_tokens), *"--", seconds, "-", seconds
+    )
+    for step in outcome.steps:
         turn = step.turn
         table.add_row(
             step.name,
             step.served_from,
-            f"{turn.restored_tokens} of {turn.prompt_tokens} tokens",
+            str(turn.prompt_tokens),
+            str(turn.restored_tokens),
             format_size(turn.restored_bytes),
             f"{step.cold.first_token_s:.2f} s",
             f"{1e3 * turn.restore_s:.1f} ms",

@@ -83,10 +83,12 @@ class Engine:
         self._model = SmolLM2(file)
         self._store = store
         self._ns = store.namespace(namespace(file.sizes, file.digest))
-        # As engines do, memory for the context is taken before it is needed.
+        # As engines do: memory is taken, and everything has run once, before the first request.
         self._cache = KVCache(
             file.sizes, chunk_tokens=CHUNK_TOKENS, capacity_tokens=CONTEXT_TOKENS, dtype="bf16"
         )
+        self._model.prefill([0] * CHUNK_TOKENS, self._cache)
+        self._model.decode(0, self._cache)
 
     def answer(self, job: Job) -> Turn:
         """Do one job. The cache of the job before is not used: only the store carries state."""

@@ -18,7 +18,7 @@ from typing import Self, cast
 
 import uvloop
 
-LIMIT_NAME = "bare echo of the same sizes on a Unix socket, uvloop at both ends"
+LIMIT_NAME = "bare echo of the same sizes on a Unix socket, uvloop at both ends, on cores apart"
 
 _SIZES = struct.Struct("<II")
 
@@ -72,7 +72,9 @@ class Echo:
         self._folder = tempfile.TemporaryDirectory(prefix="blobstore-echo-")
         path = Path(self._folder.name) / "echo.sock"
         command = [sys.executable, "-m", "blobstore.bench.raw_echo", str(path)]
-        self._server = subprocess.Popen(command, stdout=subprocess.PIPE)  # noqa: S603 (our own module)
+        self._server = subprocess.Popen(  # noqa: S603 (our own module)
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         assert self._server.stdout is not None
         self._server.stdout.readline()
         self._loop = uvloop.new_event_loop()
@@ -95,13 +97,17 @@ class Echo:
 
         return self._loop.run_until_complete(run())
 
+    @property
+    def pid(self) -> int:
+        """The server's process."""
+        return self._server.pid
+
     def close(self) -> None:
         """End the server and remove its socket."""
         self._client.close()
         self._loop.run_until_complete(asyncio.sleep(0))
         self._loop.close()
-        self._server.terminate()
-        self._server.communicate()
+        self._server.communicate()  # closes its standard input, which ends it
         self._folder.cleanup()
 
     def __enter__(self) -> Self:
@@ -117,10 +123,14 @@ class Echo:
 
 
 async def _serve(path: str) -> None:
+    """Echo until standard input ends, so that a server never outlives its client."""
     server = await asyncio.get_running_loop().create_unix_server(_EchoServer, path)
+    orphaned = asyncio.Event()
+    asyncio.get_running_loop().add_reader(sys.stdin, orphaned.set)
     sys.stdout.write("ready\n")
     sys.stdout.flush()
-    await server.serve_forever()
+    await orphaned.wait()
+    server.close()
 
 
 if __name__ == "__main__":

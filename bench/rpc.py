@@ -8,6 +8,7 @@ from functools import partial
 
 from blobstore import protocol
 from blobstore.bench.blobs import frame_bytes, key_chain, opaque, require
+from blobstore.bench.cores import apart
 from blobstore.bench.own_daemon import OwnDaemon
 from blobstore.bench.pairs import alternate
 from blobstore.bench.raw_echo import LIMIT_NAME, Echo
@@ -27,6 +28,7 @@ def rows(setup: Setup) -> list[Row]:
         OwnDaemon(setup.directory, dram_bytes=64 * MIB) as daemon,
         daemon.client() as kv,
         Echo() as echo,
+        apart(daemon.pid, echo.pid),
     ):
         ns = kv.namespace(opaque("rpc", BLOB_BYTES))
         whole, half = key_chain("whole", CHAIN), key_chain("half", CHAIN)

@@ -9,6 +9,7 @@ import numpy as np
 
 from blobstore import protocol
 from blobstore.bench.blobs import frame_bytes, key_chain, opaque, require
+from blobstore.bench.cores import apart
 from blobstore.bench.machine import beyond_caches_bytes
 from blobstore.bench.own_daemon import OwnDaemon
 from blobstore.bench.pairs import alternate, timed
@@ -58,7 +59,7 @@ def rows(setup: Setup) -> list[Row]:
     # Without an SSD tier: nothing is written behind the back of a measurement.
     with OwnDaemon(setup.directory, dram_bytes=scale.dram_bytes) as daemon, daemon.client() as kv:
         setup.say("dram.lease")
-        lease = _lease(kv, scale)
+        lease = _lease(kv, daemon.pid, scale)
         with SharedBuffers(scale.copy_blobs, scale.copy_blob_bytes) as shared:
             setup.say("dram.get_into")
             get_into = _get_into(kv, scale, shared)
@@ -67,7 +68,7 @@ def rows(setup: Setup) -> list[Row]:
     return [lease, get_into, put]
 
 
-def _lease(kv: Client, scale: _Scale) -> Row:
+def _lease(kv: Client, daemon_pid: int, scale: _Scale) -> Row:
     """Lease all blobs in one call, and read the first byte of each in place."""
     ns = kv.namespace(opaque("lease", scale.lease_blob_bytes))
     keys = key_chain("lease", scale.lease_blobs)
@@ -88,7 +89,7 @@ def _lease(kv: Client, scale: _Scale) -> Row:
     extents, held = bytes(16 * len(keys)), {"dram": len(keys)}
     request = protocol.encode(protocol.Get(ns.id, keys.packed, keys.key_bytes, 1.0))
     reply = protocol.encode(protocol.Leased(1, extents, "", held))
-    with Echo() as echo:
+    with Echo() as echo, apart(daemon_pid, echo.pid):
         pairs = alternate(
             lambda: [lease_once() for _ in range(scale.leases_per_pair)],
             lambda: echo.round_trips(

@@ -1,0 +1,84 @@
+"""Every benchmark, small, and the demo, whole, against real daemons."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from blobstore.bench.demo import DOCUMENT_TOKENS_MIN, run_demo
+from blobstore.bench.own_daemon import OwnDaemon
+from blobstore.bench.report import Row
+from blobstore.bench.setup import Setup
+from blobstore.errors import SetupError, Unavailable
+from blobstore.units import MIB
+
+ROWS = {
+    "rpc": ["rpc.ping", "rpc.match_1000", "rpc.match_1000.half"],
+    "tiers": [
+        "dram.lease", "dram.get_into", "dram.put",
+        "ssd.read", "ssd.first_layer", "ssd.write", "ssd.write.full",
+    ],
+    "midfill": ["midfill"],
+    "clients_at_once": ["clients.match", "clients.get_into", "clients.put"],
+    "catalogue_scale": ["catalogue.open", "catalogue.memory_per_blob"],
+    "put_cost": ["put_cost.standard", "put_cost.durable"],
+    "idle": ["idle.cpu", "idle.memory"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def disk() -> Iterator[Path]:
+    """A folder on a disk: the usual temporary directory is a tmpfs on many machines."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_a_tiny_run_gives_every_row_and_leaves_nothing(name: str, disk: Path) -> None:
+    module = importlib.import_module(f"blobstore.bench.{name}")
+    rows: list[Row] = module.rows(Setup(disk, True, lambda line: None))
+    assert [row.name for row in rows] == ROWS[name]
+    for row in rows:
+        numbers = (row.value, row.limit, row.ratio, row.median_s, row.p99_s, row.spread)
+        assert all(math.isfinite(number) for number in numbers)
+        assert row.n > 0
+    assert list(disk.iterdir()) == []
+
+
+def test_the_demo_holds(disk: Path) -> None:
+    outcome = json.loads(run_demo(disk, lambda line: None).to_json())
+    steps = outcome["steps"]
+    assert outcome["document_tokens"] >= DOCUMENT_TOKENS_MIN
+    assert [step["served_from"] for step in steps] == ["dram", "ssd", "ssd", "dram"]
+    assert all(step["tokens_equal"] for step in steps)
+    assert all(step["restored_tokens"] >= DOCUMENT_TOKENS_MIN // 64 * 64 for step in steps)
+    assert list(disk.iterdir()) == []
+
+
+def test_an_own_daemon_leaves_nothing_behind(disk: Path) -> None:
+    with OwnDaemon(disk, dram_bytes=16 * MIB) as daemon:
+        with daemon.client() as kv:
+            assert kv.ping()
+        assert daemon.memory_bytes("VmRSS") > 0
+        daemon.kill()
+        assert daemon.start() > 0
+        address = daemon.address
+    assert list(disk.iterdir()) == []
+    with pytest.raises(Unavailable):
+        daemon.client(timeout_s=0.1)
+    assert not Path(address.removeprefix("unix:")).parent.exists()
+
+
+def test_a_daemon_that_cannot_start_says_why(disk: Path) -> None:
+    with (
+        pytest.raises(SetupError, match="ended with code"),
+        OwnDaemon(disk, dram_bytes=1 << 60) as daemon,
+    ):
+        pytest.fail(f"{daemon.address} is up")
+    assert list(disk.iterdir()) == []
