@@ -8,6 +8,7 @@ else's.
 from __future__ import annotations
 
 import struct
+import threading
 import uuid
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, islice
@@ -25,7 +26,7 @@ from blobstore.tiering.row import Row, decode_row, encode_row, with_last_use
 FORMAT_VERSION = 1
 
 _META, _NAMESPACES, _BLOBS, _INLINE = b"meta", b"namespaces", b"blobs", b"inline"
-_NUMBER = struct.Struct(">I")
+_NUMBER = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _ROWS_PER_READ = 4096
 """A scan ends its snapshot this often, so that it never holds back the reuse of pages for long."""
@@ -55,6 +56,8 @@ class Catalogue:
         self._numbers: dict[bytes, bytes] = {}  # by id, packed
         self._ids: dict[bytes, bytes] = {}
         self._canonical: dict[bytes, bytes] = {}
+        self._declaring = threading.Lock()
+        self._next_number = 1
         self._undo: set[bytes] = set()
         self.damaged_namespaces = 0
         try:
@@ -82,16 +85,20 @@ class Catalogue:
         """Remember a namespace for good; again is free. Raises Full, StorageFailed."""
         if namespace in self._numbers:
             return
-
-        def insert(txn: lmdb.Transaction) -> bytes:
-            table = self._env.table(_NAMESPACES)
-            taken = [_NUMBER.unpack(number)[0] for number in self._ids]
-            number = self._numbers.get(namespace) or _NUMBER.pack(1 + max(taken, default=0))
+        with self._declaring:
+            if namespace in self._numbers:
+                return
+            # A number is never given twice, even if the first commit is in doubt.
+            number = _NUMBER.pack(self._next_number)
+            self._next_number += 1
             body = number + canonical
-            txn.put(namespace, _U64.pack(xxh3_64_intdigest(namespace + body)) + body, db=table)
-            return number
+            record = _U64.pack(xxh3_64_intdigest(namespace + body)) + body
 
-        self._remember(namespace, self._env.write(insert), canonical)
+            def insert(txn: lmdb.Transaction) -> None:
+                txn.put(namespace, record, db=self._env.table(_NAMESPACES))
+
+            self._env.write(insert)
+            self._remember(namespace, number, canonical)
 
     def row_key(self, namespace: bytes, key: bytes) -> bytes:
         """Where the row of a blob is; UnknownNamespace if that was not declared."""
@@ -215,6 +222,7 @@ class Catalogue:
                 self._remember(namespace, body[: _NUMBER.size], body[_NUMBER.size :])
 
     def _remember(self, namespace: bytes, number: bytes, canonical: bytes) -> None:
+        self._next_number = max(self._next_number, _NUMBER.unpack(number)[0] + 1)
         self._ids[number] = namespace
         self._canonical[namespace] = canonical
         self._numbers[namespace] = number

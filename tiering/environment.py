@@ -138,7 +138,8 @@ class Environment:
                 try:
                     return self._transact(change)
                 except lmdb.MapFullError as error:
-                    if not self._grow(deletes_only):
+                    # Pages that a dead reader holds back are room, too.
+                    if not self._env.reader_check() and not self._grow(deletes_only):
                         raise Full(
                             f"ssd: the catalogue has {format_size(self._map_bytes)} and there is "
                             "no room for more: free some blobs"
@@ -221,8 +222,11 @@ class Environment:
         """After a failed write LMDB may refuse everything until it is opened again."""
         with self._fence.alone():
             self._env.close()
-            self._env = self._open()
-            self._open_tables()
+            try:
+                self._env = self._open()
+                self._open_tables()
+            except (SetupError, OSError, lmdb.Error) as error:
+                raise self._failed(error, "reopen") from error
         self._suspect = False
 
     def _grow(self, deletes_only: bool) -> bool:

@@ -15,7 +15,7 @@ RETENTIONS = ("volatile", "standard", "durable")
 """By their numbers on disk."""
 
 ROW_KEY_BYTES = 4
-"""The namespace's number, big-endian, before the blob's key."""
+"""The namespace's number as u32, before the blob's key."""
 
 _CHECKSUM = struct.Struct("<Q")
 # last use, payload bytes, segment, offset, tokens, retention, length of the parent's key, digest

@@ -168,8 +168,9 @@ class SsdTier:
         self._counts["commits"] += 1
 
     def maintain(self) -> None:
-        """What has to be done every minute or so: free the slots of dead readers."""
+        """What has to be done every minute or so: dead readers, and punches that failed."""
         self._counts["dead_readers"] += self._catalogue.clear_dead_readers()
+        self._segments.trim()
 
     def physical_bytes(self) -> int:
         """What the file system says that the tier takes now; never above `used_bytes`
@@ -229,4 +230,6 @@ def _open_owned(
     segments.adopt(findings.spans)
     placement.limit_bytes -= catalogue.granted_bytes
     catalogue.share_room(segments.set_aside, lambda: segments.trim(0))
-    return SsdTier(owned, capacity_bytes, catalogue, segments, findings.reasons, wall_clock)
+    tier = SsdTier(owned, capacity_bytes, catalogue, segments, findings.reasons, wall_clock)
+    tier.maintain()
+    return tier

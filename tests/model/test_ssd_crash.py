@@ -14,17 +14,16 @@ from typing import get_args
 
 import pytest
 
-from blobstore.digest import payload_digest, piece_digests
 from blobstore.errors import Full, SetupError, StorageFailed
 from blobstore.tiering.placement import HEADER_BYTES, blocks_of
 from blobstore.tiering.segments import SLACK_BYTES
-from blobstore.tiering.ssd import INLINE_BYTES_MAX, Row, SsdTier
+from blobstore.tiering.ssd import INLINE_BYTES_MAX, SsdTier
 from blobstore.tiering.tier import Extent
 from blobstore.units import MIB
 from tests.support.sim_disk import PowerLost, SimDisk, Survival
+from tests.support.ssd_blobs import CANONICAL, NAMESPACE, Added, payload_of, write_blob
 
 CAPACITY_BYTES = 8 * MIB
-NAMESPACE = bytes(range(32))
 SIZES = (0, 100, INLINE_BYTES_MAX, INLINE_BYTES_MAX + 1, 70_000, 131_072, 300_001)
 OPERATIONS = ("put", "put", "drop", "put", "swap", "abandon", "touch", "reopen", "drop", "swap")
 
@@ -69,7 +68,7 @@ class World:
             self.tier = SsdTier.open(
                 self.directory, CAPACITY_BYTES, disk=self.disk, wall_clock=lambda: 1000.0
             )
-        self.tier.declare(NAMESPACE, b"canonical")
+        self.tier.declare(NAMESPACE, CANONICAL)
         return self.tier
 
     def run(self, operations: tuple[str, ...]) -> None:
@@ -120,7 +119,7 @@ class World:
         self.state, self.coming = matching[0], None
         for key, blob in self.state.items():
             assert found[key].parent == blob.parent
-            assert _payload(tier, found[key]) == blob.payload
+            assert payload_of(tier, found[key]) == blob.payload
         stats = tier.stats()
         extents = [row.extent for row in found.values() if row.extent is not None]
         assert stats["live_bytes"] == sum(blocks_of(extent.nbytes) for extent in extents)
@@ -134,7 +133,7 @@ class World:
         tier = self.tier_now()
         staying = {key: blob for key, blob in self.state.items() if key not in remove}
         new: State = {}
-        rows: list[tuple[Row, memoryview | None]] = []
+        rows: list[Added] = []
         gone_extents = self._extents(remove)
         try:
             self._write_some(staying, new, rows)
@@ -149,15 +148,13 @@ class World:
         for extent in gone_extents:
             tier.free(extent)
 
-    def _write_some(
-        self, staying: State, new: State, rows: list[tuple[Row, memoryview | None]]
-    ) -> None:
+    def _write_some(self, staying: State, new: State, rows: list[Added]) -> None:
         for _ in range(self.rng.randint(1, 3)):
             key = self.rng.randbytes(32)
             parent = self.rng.choice([b"", *staying, *new])
             payload = self.rng.randbytes(self.rng.choice(SIZES))
             try:
-                rows.append(_write(self.tier_now(), key, parent, payload))
+                rows.append(write_blob(self.tier_now(), key, payload, parent))
             except Full:
                 continue
             new[key] = Blob(payload, parent)
@@ -203,33 +200,6 @@ class World:
     def _extents(self, keys: tuple[bytes, ...]) -> list[Extent]:
         rows = {row.key: row.extent for row in self.tier_now().rows()}
         return [extent for key in keys if (extent := rows[key]) is not None]
-
-
-def _write(
-    tier: SsdTier, key: bytes, parent: bytes, payload: bytes
-) -> tuple[Row, memoryview | None]:
-    data = memoryview(payload)
-    extent = None
-    if data.nbytes > INLINE_BYTES_MAX:
-        extent = tier.allocate(data.nbytes)
-        try:
-            tier.write(extent, 0, data)
-        except StorageFailed:
-            tier.free(extent)
-            raise
-    pieces = piece_digests(data)
-    digest = payload_digest(data.nbytes, pieces)
-    row = Row(NAMESPACE, key, parent, 256, data.nbytes, digest, pieces, extent, "durable", 5.0)
-    return row, data if extent is None else None
-
-
-def _payload(tier: SsdTier, row: Row) -> bytes:
-    into = bytearray(row.nbytes)
-    if row.extent is None:
-        tier.read_inline(row.namespace, row.key, memoryview(into))
-    else:
-        tier.read(row.extent, 0, memoryview(into))
-    return bytes(into)
 
 
 def _n_steps(directory: Path, seed: int) -> int:
