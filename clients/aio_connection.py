@@ -50,6 +50,7 @@ class AioConnection(Link):
         self._thread = threading.get_ident()
         self._fd = sock.fileno()
         self._watched = False
+        self._closing = False
         self._ended = False
         super().__init__(sock, session)
         self.loop.add_reader(self._fd, self.receive)
@@ -100,7 +101,7 @@ class AioConnection(Link):
         Safe on any thread, also when the loop is closed already.
         """
         if self._returns.holding and not self.broken_by:
-            self._returns.on_owed = self._flush_and_close
+            self._closing = True
             self._fail_pending("the client was closed")
             self._stop_watching()
             return
@@ -120,15 +121,13 @@ class AioConnection(Link):
         if self._unsent and self._watched:
             with contextlib.suppress(RuntimeError):  # the loop was closed
                 self.loop.call_soon_threadsafe(self._watch_writable)
-
-    def _flush_and_close(self) -> None:
-        self.flush()
-        if not self._returns.holding and not self._returns.owed:
+        if self._closing and not self._returns.holding and not self._returns.owed:
             self._end()
 
     def _end(self) -> None:
         self._ended = True
-        self._returns.write_off()
+        if self._returns.sender is self:
+            self._returns.sender = None
         self.fail("the client was closed")
         if not self._watched:
             self._close_socket()
@@ -164,7 +163,7 @@ class AioConnection(Link):
             self.loop.add_writer(self._fd, self._on_writable)
 
     def _on_writable(self) -> None:
-        with self._sending, contextlib.suppress(Broken):
+        with contextlib.suppress(Broken):
             self._write_unsent()
         if not self._unsent and self._watched:
             self.loop.remove_writer(self._fd)

@@ -17,7 +17,7 @@ from time import monotonic
 
 from blobstore.clients.link import Link, Ticket
 from blobstore.clients.session import Session
-from blobstore.errors import BlobStoreError, DeadlineExceeded
+from blobstore.errors import BlobStoreError, Busy, DeadlineExceeded
 from blobstore.protocol import Get, Reply, Request, Reserve
 
 CLOSE_WAIT_S = 1.0
@@ -47,13 +47,14 @@ class Connection(Link):
 
     def __init__(self, sock: socket.socket, session: Session) -> None:
         super().__init__(sock, session)
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()  # knows its owner, so that releasing is always safe
         self._poll = select.poll()
         self._poll.register(sock, select.POLLIN)
         self._followers: deque[_Ticket] = deque()
         self._left_behind: deque[_Ticket] = deque()
         self._gatherer: threading.Thread | None = None
         self._gathering = threading.Lock()
+        self._closing = False
 
     def ask(self, request: Request, deadline_s: float) -> Reply:
         """The reply to `request`. Raises as `begin` and `wait` do."""
@@ -78,25 +79,39 @@ class Connection(Link):
         lends (now, or when it comes late) is given back.
         """
         assert isinstance(ticket, _Ticket)
+        led = listed = False
         try:
-            while not ticket.done:
-                if self._reading.acquire(blocking=False):
-                    try:
+            try:
+                while not ticket.done:
+                    if self._reading.acquire(blocking=False):
+                        led = True
                         self._read_until(ticket, deadline_s)
-                    finally:
-                        self._reading.release()
-                else:
-                    self._follow(ticket, deadline_s)
+                    elif listed:
+                        self._sleep(ticket, deadline_s)
+                        listed = False
+                    else:
+                        # Whoever reads looks at the list after it has stopped: it sees this
+                        # ticket, or the next turn of the loop sees that nobody reads.
+                        ticket.bell = SimpleQueue()
+                        self._followers.append(ticket)
+                        listed = True
+            finally:
+                # The release comes before anything that the exception of a signal handler could
+                # skip, such as a call to contextlib.suppress.
+                try:  # noqa: SIM105
+                    self._reading.release()
+                except RuntimeError:
+                    pass  # another thread read
+            if led:
+                self._wake_one()
+            if ticket.error is not None:
+                raise ticket.error
+            assert ticket.reply is not None
+            return ticket.reply
         except BaseException:
             self.leave(ticket)
+            self._wake_one()
             raise
-        finally:
-            if self._followers and not self._reading.locked():
-                self._wake_one()
-        if ticket.error is not None:
-            raise ticket.error
-        assert ticket.reply is not None
-        return ticket.reply
 
     def leave(self, ticket: Ticket) -> None:
         """Nobody waits for this reply any longer; what it lends is given back when it comes."""
@@ -120,41 +135,44 @@ class Connection(Link):
         process exits, so what is held keeps the connection.
         """
         if self._returns.holding and not self.broken_by:
-            self._returns.on_owed = self._flush_and_close
+            self._closing = True
             self._fail_pending("the client was closed")
             return
-        self.fail("the client was closed")
-        gatherer = self._gatherer
-        if gatherer is not None and gatherer is not threading.current_thread():
-            gatherer.join(CLOSE_WAIT_S)
-        self._close_socket(CLOSE_WAIT_S)
+        self._end(CLOSE_WAIT_S)
+
+    def flush(self) -> None:
+        """Send what is owed to the daemon, unless that means to wait. Safe anywhere."""
+        super().flush()
+        if self._closing and not self._returns.holding and not self._returns.owed:
+            self._end(0.0)
 
     def __del__(self) -> None:
         self._sock.close()
 
-    def _flush_and_close(self) -> None:
-        self.flush()
-        if not self._returns.holding and not self._returns.owed:
-            self._returns.write_off()
-            self.fail("the client was closed")
-            self._close_socket(0.0)
-
-    def _close_socket(self, wait_s: float) -> None:
-        """Close the descriptor, once no thread can be about to use its number."""
-        if not self._reading.acquire(timeout=wait_s):
-            return  # the last reference closes it
-        try:
-            if self._sending.acquire(timeout=wait_s):
-                self._sock.close()
-                self._sending.release()
-        finally:
-            self._reading.release()
+    def _end(self, wait_s: float) -> None:
+        self.fail("the client was closed")
+        if self._returns.sender is self:
+            self._returns.sender = None
+        gatherer = self._gatherer
+        if gatherer is not None and gatherer is not threading.current_thread():
+            gatherer.join(wait_s)
+        # The descriptor's number may be used anew once no thread can be about to use it.
+        with contextlib.ExitStack() as locks:
+            for lock in (self._reading, self._sending):
+                if not lock.acquire(timeout=wait_s):
+                    return  # the last reference closes it
+                locks.callback(lock.release)
+            self._sock.close()
 
     def _read_until(self, ticket: _Ticket, deadline_s: float) -> None:
         """Read for everybody until `ticket` has its reply."""
         while not ticket.done:
             remaining_s = deadline_s - monotonic()
-            if self._poll.poll(remaining_s * 1e3 if remaining_s > 0 else 0):
+            try:
+                ready = self._poll.poll(remaining_s * 1e3 if remaining_s > 0 else 0)
+            except RuntimeError as error:
+                raise Busy("called by a signal handler in the middle of a call") from error
+            if ready:
                 try:
                     self.receive()
                 except BaseException:  # interrupted: bytes may be lost, and the place in the stream
@@ -163,20 +181,16 @@ class Connection(Link):
             elif remaining_s <= 0:
                 raise DeadlineExceeded("the daemon did not answer in time")
 
-    def _follow(self, ticket: _Ticket, deadline_s: float) -> None:
-        """Sleep until the reply is here or it is this thread's turn to read."""
-        if ticket.bell is None:
-            ticket.bell = SimpleQueue()
-        self._followers.append(ticket)
-        # Whoever reads looks for followers after it has stopped, so one of the two sees the other.
-        if ticket.done or not self._reading.locked():
-            return
+    def _sleep(self, ticket: _Ticket, deadline_s: float) -> None:
+        """Until the reply is here, or it is this thread's turn to read."""
+        assert ticket.bell is not None
         try:
             ticket.bell.get(timeout=max(deadline_s - monotonic(), 0.0))
         except Empty:
             raise DeadlineExceeded("the daemon did not answer in time") from None
 
     def _wake_one(self) -> None:
+        """Let one of those who sleep read on."""
         while self._followers:
             follower = self._followers.popleft()
             if not follower.done:
@@ -188,12 +202,7 @@ class Connection(Link):
         poll.register(self._sock, select.POLLOUT)
         while self._unsent and not self.broken_by and monotonic() < deadline_s:
             poll.poll(max(deadline_s - monotonic(), 0.0) * 1e3)
-            try:
-                with self._sending:
-                    self._write_unsent()
-            except BaseException:
-                self.fail("interrupted while sending")
-                raise
+            self._write_unsent()
         self.flush()
 
     def _gather(self) -> None:

@@ -19,6 +19,7 @@ from blobstore.clients import forks
 from blobstore.clients.session import Session
 from blobstore.errors import (
     BlobStoreError,
+    Busy,
     FrameTooLarge,
     ProtocolError,
     Unavailable,
@@ -93,14 +94,17 @@ class Link:
         self._max_body_bytes = session.terms.max_body_bytes
         self._returns = session.returns
         self._reader = FrameReader()
-        self._sending = threading.Lock()
+        # `with` is the one way to take a lock that no signal handler can leave it taken.
+        # It can be entered twice, by a finalizer in the middle of a send: `_busy` tells.
+        self._sending = threading.RLock()
+        self._busy = False
         self._frame = bytearray(HEADER_BYTES)
         """The frame being sent, used again for the next: less to allocate and to copy."""
         self._numbers = itertools.count()
         self._pending: dict[int, Ticket] = {}
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
-        self._returns.on_owed = self.flush
+        self._returns.sender = self
         forks.watch(self)
 
     def post(self, ticket: Ticket) -> None:
@@ -111,39 +115,47 @@ class Link:
         """
         request_id = ticket.request_id = next(self._numbers) % _REQUEST_ID_MAX + 1
         self._pending[request_id] = ticket
-        self._sending.acquire()
-        try:
-            self._write(request_id, ticket.request)
-        except BlobStoreError:
-            self._pending.pop(request_id, None)
-            raise
-        except BaseException:  # interrupted: it is unknown how much was sent
-            self.fail("interrupted while sending")
-            raise
-        finally:
-            self._sending.release()
+        with self._sending:
+            if self._busy:
+                self._pending.pop(request_id, None)
+                raise Busy("called by a signal handler in the middle of a call")
+            self._busy = True
+            try:
+                self._write(request_id, ticket.request)
+            except BlobStoreError:
+                self._pending.pop(request_id, None)
+                raise
+            except BaseException:  # interrupted: it is unknown how much was sent
+                self.fail("interrupted while sending")
+                raise
+            finally:
+                self._busy = False
         if self._returns.owed:
             self.flush()
 
     def flush(self) -> None:
         """Send what is owed to the daemon, unless that means to wait. Safe anywhere.
 
-        Whoever holds the lock that is not waited for here flushes after letting go of it.
+        Waits for another thread's send at most, which itself never waits.
         """
         returns = self._returns
         while returns.owed and not self._unsent and not self.broken_by:
-            if not self._sending.acquire(blocking=False):
-                return
-            try:
+            with self._sending:
+                if self._busy:
+                    return  # that send, below on this stack, is followed by a flush
+                if not returns.owed:
+                    return
+                self._busy = True
                 debts = returns.take()
-                self._write(_NO_REPLY, debts.request)
-            except Broken:
-                returns.take_back(debts)
-            except BaseException:  # interrupted: it is unknown how much was sent
-                self.fail("interrupted while sending")
-                raise
-            finally:
-                self._sending.release()
+                try:
+                    self._write(_NO_REPLY, debts.request)
+                except Broken:
+                    returns.take_back(debts)
+                except BaseException:  # interrupted: it is unknown how much was sent
+                    self.fail("interrupted while sending")
+                    raise
+                finally:
+                    self._busy = False
 
     def receive(self) -> None:
         """Take in what has arrived: replies go to their tickets, late ones are undone."""
@@ -172,10 +184,15 @@ class Link:
 
     def undo(self, reply: Reply) -> None:
         """Give back what a reply lent that nobody waits for any longer."""
-        if isinstance(reply, Leased) and reply.lease_id:
-            self._returns.end_lease(reply.lease_id)
-        elif isinstance(reply, Reserved) and reply.reservation_id:
-            self._returns.give_up(reply.reservation_id)
+        returns = self._returns
+        if isinstance(reply, Leased):
+            taken = not reply.lease_id or returns.holds(reply.lease_id)
+            if not taken:
+                returns.end_lease(reply.lease_id)
+        elif isinstance(reply, Reserved):
+            taken = not reply.reservation_id or returns.writes(reply.reservation_id)
+            if not taken:
+                returns.give_up(reply.reservation_id)
 
     def forget(self, ticket: Ticket) -> None:
         """Nobody waits for this reply any longer: undo it if it is here, or when it comes."""
@@ -193,6 +210,7 @@ class Link:
 
     def leave_parent(self) -> None:
         """In a forked child: close this copy of the socket, and leave the parent's alone."""
+        self._returns.sender = None
         self.broken_by = "belongs to the parent process"
         self._sock.close()
 
@@ -222,15 +240,27 @@ class Link:
                 raise Broken(self.broken_by)
 
     def _write_unsent(self) -> None:
-        """Send more of what is queued. Under the lock."""
-        while self._unsent and not self.broken_by:
-            first = self._unsent[0]
-            sent = self._send(first)
-            self._unsent_bytes -= sent
-            if sent < len(first):
-                self._unsent[0] = first[sent:]
+        """Send more of what is queued. Raises Broken."""
+        with self._sending:
+            if self._busy:
                 return
-            self._unsent.popleft()
+            self._busy = True
+            try:
+                while self._unsent and not self.broken_by:
+                    first = self._unsent[0]
+                    sent = self._send(first)
+                    self._unsent_bytes -= sent
+                    if sent < len(first):
+                        self._unsent[0] = first[sent:]
+                        return
+                    self._unsent.popleft()
+            except Broken:
+                raise
+            except BaseException:  # interrupted: it is unknown how much was sent
+                self.fail("interrupted while sending")
+                raise
+            finally:
+                self._busy = False
 
     def _send(self, data: bytearray | memoryview) -> int:
         try:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,6 +18,13 @@ from blobstore.protocol import Abort, Release
 
 IDS_PER_FRAME = 4096
 """Bounds one Release; the daemon serves others in between."""
+
+
+class Sender(Protocol):
+    """A connection that can send what is owed."""
+
+    def flush(self) -> None:
+        """Send it, unless that means to wait."""
 
 
 class Disownable(Protocol):
@@ -52,8 +59,8 @@ class Returns:
     """The debts of this process to one daemon, and what it still holds of it."""
 
     def __init__(self) -> None:
-        self.on_owed: Callable[[], None] = _nobody
-        """Called, without waiting for anything, when something is owed."""
+        self.sender: Sender | None = None
+        """The connection, if there is one."""
         self.owed: deque[_Debt] = deque()
         """What is to be sent, in this order."""
         self._held: dict[int, weakref.ref[Disownable]] = {}
@@ -68,20 +75,28 @@ class Returns:
 
     def hold(self, exporter: object, lease_id: int, lease: Disownable) -> None:
         """The lease is held until `exporter`, which all its views keep alive, dies."""
-        self._held[lease_id] = weakref.ref(lease)
-        # The finalizer's registry keeps this object, and by on_owed the connection.
+        # The finalizer's registry keeps this object, and that the connection.
         weakref.finalize(exporter, self.end_lease, lease_id).atexit = False
+        self._held[lease_id] = weakref.ref(lease)
+
+    def holds(self, lease_id: int) -> bool:
+        """Whether the lease will be ended by a finalizer."""
+        return lease_id in self._held
 
     def end_lease(self, lease_id: int) -> None:
         """Owe the end of a lease. Safe anywhere."""
         self._held.pop(lease_id, None)
         if not self._void:
             self.owed.append(_Lease(lease_id))
-            self.on_owed()
+            self._send()
 
     def open_writer(self, writer: Disownable, reservation_id: int) -> None:
         """The connection is kept for this writer until it is sealed or given up."""
         self._writers[reservation_id] = weakref.ref(writer)
+
+    def writes(self, reservation_id: int) -> bool:
+        """Whether a writer will end the reservation."""
+        return reservation_id in self._writers
 
     def close_writer(self, reservation_id: int) -> None:
         """The reservation was ended by a Seal."""
@@ -96,7 +111,7 @@ class Returns:
         self._writers.pop(reservation_id, None)
         if not self._void:
             self.owed.append(Abort(reservation_id, list(alive)))
-            self.on_owed()
+            self._send()
 
     def hand_back_after(self, exporter: weakref.ref[Any], offset: int) -> None:
         """Owe the extent at `offset` once `exporter` dies, or now if it is dead.
@@ -115,7 +130,7 @@ class Returns:
         self._viewed.discard(offset)
         if not self._void:
             self.owed.append(_Extent(offset))
-            self.on_owed()
+            self._send()
 
     def take(self) -> Debts:
         """Some of what is owed, with the message that settles it; it is owed no longer."""
@@ -137,7 +152,6 @@ class Returns:
         """The daemon is another one now: nothing is owed to the old one, and never will be."""
         self._void = True
         self.owed.clear()
-        self.on_owed = _nobody
 
     def leave_parent(self) -> None:
         """In a forked child: all of this is the parent's."""
@@ -150,6 +164,6 @@ class Returns:
         self._writers.clear()
         self._viewed.clear()
 
-
-def _nobody() -> None:
-    return None
+    def _send(self) -> None:
+        if self.sender is not None:
+            self.sender.flush()

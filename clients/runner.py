@@ -26,7 +26,7 @@ class Runner(Contact):
     def __init__(self, address: str, timeout_s: float) -> None:
         super().__init__(address, timeout_s)
         self._connection: Connection | None = None
-        self._connecting = threading.Lock()
+        self._connecting = threading.RLock()  # knows its owner, so that releasing is always safe
         forks.watch(self)
         self._reach(None, Call(timeout_s).deadline_s)
 
@@ -47,11 +47,12 @@ class Runner(Contact):
 
     def leave_parent(self) -> None:
         """In a forked child: connect anew at the first call."""
-        self._connecting = threading.Lock()
+        self._connecting = threading.RLock()
         self._connection = self._session = None
 
     def run(self, operation: Operation[T], call: Call) -> T:
         """Step `operation` to its end; what it returns."""
+        outcome: Any = None
         try:
             step = next(operation)
             while True:
@@ -66,6 +67,8 @@ class Runner(Contact):
             return result
         except BaseException:
             operation.close()
+            if isinstance(outcome, Reply) and call.link is not None:
+                call.link.undo(outcome)  # if the operation was interrupted before it took it
             raise
         finally:
             if call.posted:
@@ -103,9 +106,9 @@ class Runner(Contact):
 
     def _reach(self, dead: Connection | None, deadline_s: float) -> Connection:
         """The connection that replaces `dead`; made if no other thread has."""
-        if not self._connecting.acquire(timeout=max(deadline_s - time.monotonic(), 0.0)):
-            raise Unavailable("another thread is still trying to reach the daemon")
         try:
+            if not self._connecting.acquire(timeout=max(deadline_s - time.monotonic(), 0.0)):
+                raise Unavailable("another thread is still trying to reach the daemon")
             current = self._connection
             if current is not None and current is not dead:
                 return current
@@ -120,7 +123,11 @@ class Runner(Contact):
                 self.close()
                 raise Unavailable("the client was closed")
         finally:
-            self._connecting.release()
+            # As in Connection.wait.
+            try:  # noqa: SIM105
+                self._connecting.release()
+            except RuntimeError:
+                pass  # it was not had in time
         connection.flush()
         return connection
 

@@ -1,0 +1,96 @@
+"""One set of tests for both clients: AsyncClient, called as if it blocked.
+
+Its loop runs only inside calls; what must happen in between is for the tests of
+AsyncClient itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, Self
+
+from blobstore.clients import AsyncClient, Client
+
+KINDS = ("threads", "loop")
+
+
+class Blocking:
+    """AsyncClient with the calls of Client."""
+
+    def __init__(self, address: str, **options: Any) -> None:
+        self._runner = asyncio.Runner()
+        self._client = AsyncClient(address, **options)
+        try:
+            self._run(self._client.connect())
+        except BaseException:
+            self._runner.close()
+            raise
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def boot_id(self) -> int:
+        return self._client.boot_id
+
+    def close(self) -> None:
+        self._run(self._client.close())
+        self._runner.close()
+
+    def put(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
+        return _Writer(self._runner, self._run(self._client.put(*args, **options)))
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._client, name)
+        return lambda *args, **options: self._run(method(*args, **options))
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        async def run() -> Any:
+            return await coroutine
+
+        return self._runner.run(run())
+
+
+class _Writer:
+    def __init__(self, runner: asyncio.Runner, writer: Any) -> None:
+        self._runner = runner
+        self._writer = writer
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._runner.run(self._writer.__aexit__(kind, error, trace))
+
+    def __getitem__(self, index: int) -> memoryview:
+        view: memoryview = self._writer[index]
+        return view
+
+    def __len__(self) -> int:
+        return len(self._writer)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._writer, name)
+
+    def seal(self) -> None:
+        self._runner.run(self._writer.seal())
+
+    def seal_parts(self, *args: Any) -> bool:
+        sealed: bool = self._runner.run(self._writer.seal_parts(*args))
+        return sealed
+
+
+def connect(kind: str, address: str, **options: Any) -> Any:
+    """A client of either kind."""
+    return Client(address, **options) if kind == "threads" else Blocking(address, **options)
