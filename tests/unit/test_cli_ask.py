@@ -5,7 +5,8 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,7 +50,7 @@ class Desk:
 @contextmanager
 def served(desk: Desk) -> Iterator[None]:
     """The door, open on a loop in a thread of its own."""
-    ready, loop_of = threading.Event(), []
+    opened: Future[Callable[[], object]] = Future()
 
     async def serve() -> None:
         settings = StoreSettings(desk.path.parent / "data", 16 * MIB, ssd_bytes=64 * MIB)
@@ -57,22 +58,28 @@ def served(desk: Desk) -> Iterator[None]:
         door = LocalDoor(store, desk.path)
         await door.start()
         desk.answers |= {"stats": store.stats(), "verify": await store.verify(1.0), "stat": [{}]}
-        done = asyncio.Event()
-        loop_of.append((asyncio.get_running_loop(), done))
-        ready.set()
+        loop, done = asyncio.get_running_loop(), asyncio.Event()
+        opened.set_result(lambda: loop.call_soon_threadsafe(done.set))
         await done.wait()
         await door.close(0.0)
         await store.close()
 
-    thread = threading.Thread(target=lambda: uvloop.run(serve()))
+    def run() -> None:
+        try:
+            uvloop.run(serve())
+        except BaseException as error:
+            if opened.done():
+                raise
+            opened.set_exception(error)
+
+    thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(10.0)
     try:
+        close = opened.result(10.0)
         yield
+        close()
     finally:
-        ((loop, done),) = loop_of
-        loop.call_soon_threadsafe(done.set)
-        thread.join()
+        thread.join(10.0)
 
 
 @pytest.fixture
@@ -171,14 +178,13 @@ def test_stat_of_an_unknown_blob_exits_1(capsys: Output, desk: Desk) -> None:
     ],
 )
 def test_odd_ids_are_refused_before_anybody_is_asked(
-    capsys: Output, desk: Desk, namespace: str, key: str
+    capsys: Output, namespace: str, key: str
 ) -> None:
-    assert main(["stat", namespace, key]) == 2
+    assert main(["stat", namespace, key, "--socket", "/nobody/there"]) == 2
     assert "hex digits" in one_line(capsys)
-    assert desk.asked == []
 
 
-def test_a_namespace_alone_is_a_usage_error(capsys: Output, desk: Desk) -> None:
+def test_a_namespace_alone_is_a_usage_error(capsys: Output) -> None:
     assert main(["stat", "ab" * 32]) == 2
     assert "KEY" in one_line(capsys)
 
