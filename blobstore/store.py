@@ -127,29 +127,27 @@ class Store:
         disk: Disk | None = None,
         threads: Callable[[int, str], Executor] = ThreadPoolExecutor,
     ) -> Store:
-        """Allocate the arena, open and recover the SSD tier, start the movers.
+        """Open and recover the SSD tier, allocate the arena, start the movers.
 
         `threads` makes pools of so many workers with that prefix to their names.
         Raises SetupError (or a subclass) with nothing left behind.
         """
         loop = asyncio.get_running_loop()
-        arena = await loop.run_in_executor(None, lambda: _make_arena(settings))
-        ssd = None
-        try:
-            if settings.ssd_bytes:
+        with contextlib.ExitStack() as undo:
+            ssd = None
+            if settings.ssd_bytes:  # first: whether the directory is ours is known at once
                 ssd = await loop.run_in_executor(
                     None,
                     lambda: SsdTier.open(
                         settings.data_dir, settings.ssd_bytes, disk=disk, wall_clock=wall_clock
                     ),
                 )
+                undo.callback(ssd.close)
+            arena = await loop.run_in_executor(None, lambda: _make_arena(settings))
+            undo.callback(arena.close)
             store = cls(settings, arena, ssd, clock, wall_clock, threads)
             store._adopt_rows()
-        except BaseException:
-            if ssd is not None:
-                ssd.close()
-            arena.close()
-            raise
+            undo.pop_all()
         if store._writeback is not None:
             store._writeback.start()
         store._ticker = loop.create_task(store._tick_forever())
