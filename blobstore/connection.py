@@ -24,6 +24,7 @@ from blobstore.errors import (
     ProtocolError,
     Retryable,
     StaleBoot,
+    Unavailable,
 )
 from blobstore.holder import Holder
 from blobstore.index import Retention
@@ -33,7 +34,9 @@ from blobstore.transports import framing
 
 REQUESTS_IN_FLIGHT_MAX = 1024
 TIMEOUT_MAX_S = 3600.0
-ITEMS_MAX = 100_000
+
+_ENDING = (p.Ping, p.Wait, p.Release, p.SealParts, p.Seal, p.Abort, p.Stats)
+"""Served while the daemon drains: what brings leases and reservations to their end."""
 
 Answer = p.Reply | Coroutine[Any, Any, p.Reply]
 
@@ -52,8 +55,11 @@ class Connection(asyncio.Protocol):
         self._store = store
         self._boot_id = store.boot_id
         self._on_lost = on_lost
+        self._draining = False
         self._frames = framing.FrameReader()
         self._transport: asyncio.Transport | None = None
+        self._open = False
+        """Replies may still be sent."""
         self._handlers: dict[type[p.Request], Callable[[Any], Answer]] = {
             p.Ping: self._ping,
             p.Declare: self._declare,
@@ -77,10 +83,12 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The transport is ready."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own class, of its shape
+        self._open = True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer left, or `close` was called."""
         self._transport = None
+        self._open = False
         self.lost.set_result(None)
         self._on_lost(self)
 
@@ -94,8 +102,19 @@ class Connection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.resume_reading()
 
+    def drain(self) -> None:
+        """Refuse what would begin something; what has begun may go on to its end."""
+        self._draining = True
+
+    def finish(self) -> None:
+        """Send the replies that are there, then close; requests in flight are undone."""
+        self._open = False
+        if self._transport is not None:
+            self._transport.close()
+
     def close(self) -> None:
         """Close now; requests in flight are undone when they end."""
+        self._open = False
         if self._transport is not None:
             self._transport.abort()
 
@@ -106,10 +125,10 @@ class Connection(asyncio.Protocol):
                 self._serve(request_id, boot_id, p.decode_request(body))
         except (ProtocolError, FrameTooLarge) as error:
             self._send(0, _failed(error))
-            self._hang_up()
+            self.finish()
         except msgspec.MsgspecError as error:
             self._send(0, _failed(ProtocolError(f"not a message of the protocol: {error}")))
-            self._hang_up()
+            self.finish()
 
     def _serve(self, request_id: int, boot_id: int, request: p.Request) -> None:
         try:
@@ -117,6 +136,8 @@ class Connection(asyncio.Protocol):
                 raise StaleBoot(
                     "the daemon restarted: leases and reservations from before are void"
                 )
+            if self._draining and not isinstance(request, _ENDING):
+                raise Unavailable("the daemon is stopping")
             handler = self._handlers.get(type(request))
             if handler is None:
                 raise InvalidRequest(f"{type(request).__name__} is not served here")
@@ -147,7 +168,7 @@ class Connection(asyncio.Protocol):
         except Exception:
             log.exception("a request of %s failed", self.holder.name)
             reply = p.Failed("error", "internal error: see the daemon's log")
-        if self._transport is None:
+        if not self._open:
             self._undo(reply)
         self._send(request_id, reply)
 
@@ -158,12 +179,9 @@ class Connection(asyncio.Protocol):
             self._store.writers.abort(self.holder, reply.reservation_id)
 
     def _send(self, request_id: int, reply: p.Reply) -> None:
-        if self._transport is not None and (request_id or isinstance(reply, p.Failed)):
+        if self._open and (request_id or isinstance(reply, p.Failed)):
+            assert self._transport is not None
             self._transport.write(framing.pack(request_id, self._boot_id, p.encode(reply)))
-
-    def _hang_up(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
 
     def _ping(self, m: p.Ping) -> Answer:
         return p.Pong(m.payload)

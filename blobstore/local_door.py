@@ -26,6 +26,9 @@ from blobstore.transports import framing
 
 HANDSHAKE_S = 5.0
 HELLO_BYTES_MAX = 4096
+DRAIN_POLL_S = 0.01
+LAST_REPLY_S = 0.5
+"""Granted to clients that are to read their last reply."""
 BACKLOG = 256
 _UCRED = struct.Struct("3i")
 
@@ -67,7 +70,10 @@ class LocalDoor:
         self._accepting = asyncio.get_running_loop().create_task(self._accept_forever())
 
     async def close(self, drain_s: float = 5.0) -> None:
-        """Refuse new connections, let requests in flight end for `drain_s`, close all."""
+        """Refuse new connections and requests, let those in flight end for `drain_s`, close all.
+
+        A put is in flight from its reservation to its seal.
+        """
         if self._accepting is not None:
             for task in (self._accepting, *self._handshakes):
                 task.cancel()
@@ -76,14 +82,25 @@ class LocalDoor:
             self._listener.close()
             with contextlib.suppress(OSError):
                 self._path.unlink()
-        in_flight = [task for c in self._connections for task in c.tasks]
-        if in_flight:
-            await asyncio.wait(in_flight, timeout=drain_s)
         for connection in self._connections:
+            connection.drain()
+        loop = asyncio.get_running_loop()
+        deadline_s = loop.time() + drain_s
+        while self._in_flight() and loop.time() < deadline_s:
+            await asyncio.sleep(DRAIN_POLL_S)
+        connections = list(self._connections)
+        if connections:
+            for connection in connections:
+                connection.finish()
+            await asyncio.wait([c.lost for c in connections], timeout=LAST_REPLY_S)
+        for connection in connections:
             connection.close()
-        await asyncio.gather(*[connection.lost for connection in self._connections])
+        await asyncio.gather(*[connection.lost for connection in connections])
         for holder in list(self._pidfds):
             self._forget(holder)
+
+    def _in_flight(self) -> bool:
+        return self._store.writers.count > 0 or any(c.tasks for c in self._connections)
 
     async def _accept_forever(self) -> None:
         loop = asyncio.get_running_loop()
