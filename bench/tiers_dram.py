@@ -80,8 +80,8 @@ def _lease(kv: Client, daemon_pid: int, scale: _Scale) -> Row:
         started_s = time.perf_counter()
         with kv.get(ns, keys) as lease:
             total = 0
-            for number in range(len(lease)):
-                total += lease[number][0]
+            for payload in lease:
+                total += payload[0]
             taken_s = time.perf_counter() - started_s
         require(total == first * len(keys), "every first byte was there")
         return taken_s

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from blobstore.chains import Chains
 from blobstore.counters import Counters
 from blobstore.errors import Busy, InvalidRequest
 from blobstore.holder import Holder, Lease
@@ -49,6 +50,7 @@ class Readers:
         self._counters = counters
         self._clock = clock
         self._leases_per_holder_max = leases_per_holder_max
+        self._chains = Chains(lambda: residency.departures)
         self._next_id = 1
         self.count = 0
 
@@ -72,7 +74,7 @@ class Readers:
         self._counters.gets += 1
         leaf = ns.blobs.get(keys[-key_bytes:])
         if leaf is not None and leaf.packed:
-            extents = _resident_chain(leaf, keys, len(keys) // key_bytes)
+            extents = self._chains.extents(leaf, keys, len(keys) // key_bytes)
             if extents is not None:
                 n = len(keys) // key_bytes
                 before = n - 1  # only the last of a chain may be partial
@@ -278,24 +280,6 @@ def _heir(record: Record, follow: bool) -> Record | None:
         return held
     drafts = record.ns.drafts.get(record.key) if follow else None
     return drafts[0] if drafts else None
-
-
-def _resident_chain(leaf: Record, keys: bytes, n: int) -> bytes | None:
-    """Packed extents of the `n` blobs that end at `leaf`, if all are in DRAM under `keys`."""
-    extents: list[bytes] = []
-    found: list[bytes] = []
-    node: Record | None = leaf
-    for _ in range(n):
-        if node is None or not node.packed:
-            return None
-        extents.append(node.packed)
-        found.append(node.key)
-        node = node.parent
-    found.reverse()
-    if b"".join(found) != keys:
-        return None
-    extents.reverse()
-    return b"".join(extents)
 
 
 def _pins(items: Sequence[Record]) -> list[Record]:

@@ -52,6 +52,8 @@ class Residency:
         self.wiping_bytes = 0
         """Freed, and being zeroed before anyone else gets them."""
         self.pinned_bytes = 0
+        self.departures = 0
+        """Blobs that have ceased to be readable here so far."""
         self.on_settled: Callable[[Record], None] = lambda record: None
         """Called whenever a record's standing may have changed."""
         self.on_used: Callable[[Record], None] = lambda record: None
@@ -108,6 +110,7 @@ class Residency:
     def hide(self, record: Record) -> None:
         """Give the bytes in DRAM to nobody any more; those who have them keep them."""
         record.packed = b""
+        self.departures += 1
 
     def take(self, records: Sequence[Record], *, loading: bool) -> bool:
         """Give every record an extent, evicting if need be; all or none.
