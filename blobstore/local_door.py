@@ -1,6 +1,6 @@
 """The local socket: frames in, replies out, the arena's descriptors to those who may have it.
 
-One trust domain: the daemon's own uid and a configured list. A process is known
+One trust domain: the daemon's own uid, root, and a configured list. A process is known
 by its pid and start time; when its pidfd says that it has exited, all that it
 held comes back.
 """
@@ -48,7 +48,9 @@ class LocalDoor:
     ) -> None:
         self._store = store
         self._path = path
-        self._allowed_uids = {os.getuid(), *uids}
+        self._allowed_uids = {0, os.getuid(), *uids}
+        # Peer credentials decide who is served; the mode need only let those try.
+        self._mode = 0o666 if self._allowed_uids - {0, os.getuid()} else 0o600
         self._connections_max = connections_max
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
@@ -66,7 +68,7 @@ class LocalDoor:
 
         A socket that nobody serves any more is replaced.
         """
-        self._listener = _bind(self._path)
+        self._listener = _bind(self._path, self._mode)
         self._accepting = asyncio.get_running_loop().create_task(self._accept_forever())
 
     async def close(self, drain_s: float = 5.0) -> None:
@@ -194,7 +196,7 @@ class LocalDoor:
             self._store.gone(holder)
 
 
-def _bind(path: Path) -> socket.socket:
+def _bind(path: Path, mode: int) -> socket.socket:
     if path.exists():
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise SetupError(f"{path} exists and is not a socket: choose another --socket")
@@ -208,7 +210,7 @@ def _bind(path: Path) -> socket.socket:
                 raise SetupError(f"a daemon serves {path} already: choose another --socket")
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        mask = os.umask(0o177)
+        mask = os.umask(0o777 & ~mode)
         try:
             listener.bind(str(path))
         finally:
