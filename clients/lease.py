@@ -58,11 +58,10 @@ class LeaseBase(Sequence[memoryview]):
         if leased.lease_id:
             assert link is not None
             self._view = link.session.hold(leased.lease_id, self)
-        extents = np.frombuffer(leased.extents, _U64).copy()
-        extents[1::2] += extents[::2]
-        borders: list[int] = extents.tolist()
-        self._offsets = borders[::2]
-        self._ends = borders[1::2]
+        extents = np.frombuffer(leased.extents, _U64)
+        starts = extents[::2]
+        self._offsets: list[int] = starts.tolist()
+        self._ends: list[int] = (starts + extents[1::2]).tolist()
         self._readable: set[tuple[int, int]] | None = None
         """Blobs and their parts that were waited for; None if all is readable."""
         self._starts = self._offsets

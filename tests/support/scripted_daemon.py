@@ -157,11 +157,16 @@ class ScriptedDaemon:
             self.script[kind] = lambda request: None
 
     def answer_late(self) -> None:
+        """Answer all that was left unanswered as by default, and what comes from now on."""
+        for kind in {type(request) for _, _, request in self.unanswered}:
+            self.script.pop(kind, None)
+        self.catch_up()
+
+    def catch_up(self) -> None:
         """Answer all that was left unanswered, as by default."""
         pending, self.unanswered = self.unanswered, []
         for peer, request_id, request in pending:
-            self.script.pop(type(request), None)
-            self._reply(peer, request_id, self._default(request))
+            self._reply(peer, request_id, self.default(request))
 
     def seen(self, *kinds: type[Request]) -> list[Request]:
         """Requests of these kinds so far."""
@@ -183,6 +188,10 @@ class ScriptedDaemon:
         blob = Blob(offset, len(payload), _digest(payload))
         self.blobs[namespace.id, key] = blob
         return blob
+
+    def drop_all(self) -> None:
+        """Forget all blobs."""
+        self.blobs.clear()
 
     def payload(self, namespace: Namespace, key: bytes) -> bytes:
         """What is stored."""
@@ -227,7 +236,7 @@ class ScriptedDaemon:
                 if isinstance(request, Hello):
                     self._answer_hello(peer, request_id)
                     continue
-                script = self.script.get(type(request), self._default)
+                script = self.script.get(type(request), self.default)
                 reply = script(request)
                 if isinstance(reply, bytes):
                     peer.send(reply)
@@ -265,7 +274,8 @@ class ScriptedDaemon:
             VERSION, self.boot_id, self.arena_bytes, self.max_body_bytes, self.lent_bytes_max
         )
 
-    def _default(self, request: Request) -> Reply:
+    def default(self, request: Request) -> Reply:
+        """What it answers by itself."""
         if isinstance(request, Keyed) and request.namespace_id not in self.namespaces:
             return Failed("unknown_namespace", "declare it first")
         handle = _HANDLERS[type(request)]
