@@ -11,6 +11,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from blobstore.chains import Chains
@@ -284,12 +285,8 @@ def _heir(record: Record, follow: bool) -> Record | None:
 
 def _pins(items: Sequence[Record]) -> list[Record]:
     """The records that hold all of `items`: those which the next one does not continue."""
-    following = [*items[1:], None]
-    return [
-        record
-        for record, after in zip(items, following, strict=True)
-        if after is None or after.parent is not record
-    ]
+    inner = [before for before, record in pairwise(items) if record.parent is not before]
+    return [*inner, *items[-1:]]
 
 
 def _extents(items: Sequence[Record]) -> bytes:
