@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tests.support.polling import poll_until
@@ -52,6 +52,13 @@ class Daemon:
     def wait(self, timeout_s: float = STOP_S) -> int:
         """Its exit code."""
         return self.process.wait(timeout_s)
+
+    def kill_after(self, seconds: float) -> None:
+        """SIGKILL once so much time has passed; AssertionError if it ended before."""
+        with suppress(subprocess.TimeoutExpired):
+            code = self.process.wait(seconds)
+            raise AssertionError(f"it ended by itself with code {code}: {self.said}")
+        self.kill()
 
     def kill(self) -> None:
         """SIGKILL, and wait."""
