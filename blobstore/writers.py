@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from blobstore.counters import Counters
 from blobstore.drafts import Answer, Draft, Drafts, Reservation, Slot
-from blobstore.errors import BlobStoreError, InvalidRequest, SizeMismatch
+from blobstore.errors import BlobStoreError, Full, InvalidRequest, SizeMismatch
 from blobstore.holder import Holder
 from blobstore.index import NamespaceState, Record, Retention
 from blobstore.residency import Residency
@@ -409,8 +409,8 @@ class Writers:
             try:
                 if self._writeback is None:
                     raise InvalidRequest("a durable put needs an SSD tier, and there is none")
-                if record is None:
-                    raise InvalidRequest("the blob was dropped before it was durable")
+                if record is None:  # a full disk left it in DRAM alone, or somebody dropped it
+                    raise Full("the blob had to leave before it was durable")
                 await self._writeback.save_durably(record)
             except BlobStoreError as error:
                 answers[number] = ("refused", error.code)
