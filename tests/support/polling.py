@@ -12,6 +12,11 @@ T = TypeVar("T")
 INTERVAL_S = 0.002
 
 
+def wait_s(seconds: float) -> None:
+    """Let time pass, where the passing of time is what is tested (a random moment, idleness)."""
+    time.sleep(seconds)
+
+
 def poll_until(condition: Callable[[], T], deadline_s: float = 5.0, what: str = "") -> T:
     """The first true value of `condition`; AssertionError if none comes in `deadline_s`.
 
