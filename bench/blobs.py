@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from hashlib import sha256
+from typing import Any
 
-from blobstore.clients import KVLayout, LayerGroup, Namespace
+from blobstore.clients import Client, KVLayout, LayerGroup, Namespace
 from blobstore.errors import BlobStoreError
 from blobstore.keys import Keys
 from blobstore.transports.framing import HEADER_BYTES
@@ -50,3 +51,11 @@ def require(held: bool, what: str) -> None:
     """Raise BenchInvalid, saying what should have held, unless it did."""
     if not held:
         raise BenchInvalid(f"not measured as claimed: {what}")
+
+
+def counters(kv: Client) -> dict[str, Any]:
+    """The daemon's counters; BenchInvalid if it does not tell them."""
+    stats = kv.stats()
+    require("counters" in stats, f"the daemon gave no counters: {stats.get('reason')}")
+    found: dict[str, Any] = stats["counters"]
+    return found

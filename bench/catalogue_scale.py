@@ -42,7 +42,7 @@ def rows(setup: Setup) -> list[Row]:
         bound_row("catalogue.open", statistics.median(opened_s), "s", OPEN_S, opened_s, setting),
         bound_row(
             "catalogue.memory_per_blob",
-            statistics.median(per_blob), "B", PER_BLOB_BYTES, opened_s, setting,
+            statistics.median(per_blob), "B", PER_BLOB_BYTES, per_blob, setting,
         ),
     ]  # fmt: skip
 

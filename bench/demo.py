@@ -21,6 +21,7 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.table import Table
 
+from blobstore.bench.blobs import counters
 from blobstore.bench.chat import Chat
 from blobstore.bench.engine import CHUNK_TOKENS, Job, Turn, namespace
 from blobstore.bench.machine import machine_facts
@@ -262,7 +263,7 @@ def run_demo(directory: Path, say: Say) -> Outcome:
 
 
 def _hits(kv: Client) -> dict[str, int]:
-    hits: dict[str, int] = kv.stats()["counters"]["hit_blobs"]
+    hits: dict[str, int] = counters(kv)["hit_blobs"]
     return hits
 
 

@@ -30,8 +30,9 @@ def rows(setup: Setup) -> list[Row]:
         source = caller_buffers(BATCH, BLOB_BYTES, seed=8)
         setup.say("idle.memory: load")
         anonymous = _under_load(daemon, source, setup.scale(15.0, 1.0))
-        kv.ping()
         setup.say("idle.cpu: waiting")
+        while kv.stats()["tiers"]["ssd"]["dirty_bytes"]:
+            time.sleep(0.1)
         cores = _idle_cores(daemon, *setup.scale((5, 4.0), (2, 0.5)))
     setting = Setting(CLIENTS * BATCH * BLOB_BYTES)
     return [

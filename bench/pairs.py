@@ -47,7 +47,7 @@ class Pairs:
     @property
     def spread(self) -> float:
         """The middle half of the measured operations, as a share of their median."""
-        if len(self.measured_s) < 2:
+        if len(self.measured_s) < 2 or not self.median_s:
             return 0.0
         low, _, high = statistics.quantiles(self.measured_s, n=4, method="inclusive")
         return (high - low) / self.median_s

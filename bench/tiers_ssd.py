@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from blobstore.bench.blobs import key_chain, layered, opaque, require
+from blobstore.bench.blobs import counters, key_chain, layered, opaque, require
 from blobstore.bench.machine import beyond_caches_bytes
 from blobstore.bench.own_daemon import OwnDaemon
 from blobstore.bench.page_cache import evict, resident_pages
@@ -219,8 +219,7 @@ class _Disk:
             evicted += self._counter("ssd_evicted")
 
     def _counter(self, name: str) -> int:
-        count: int = self._kv.stats()["counters"][name]
-        return count
+        return int(counters(self._kv)[name])
 
     def _write_row(self, name: str, pairs: Pairs) -> Row:
         setting = Setting(self._scale.sample_bytes, sync="fdatasync", least=0.85)
