@@ -113,6 +113,7 @@ class AioRunner(Contact):
             self._loop, self._connecting = loop, asyncio.Lock()
         if connection is not None and connection.loop is not loop:
             self._connection = None
+            connection.fail("its loop is not the running one")  # the next one sends what is owed
             connection.close()
             return None
         return connection

@@ -32,7 +32,7 @@ from blobstore.protocol import Reply, Request
 TIMEOUT_MAX_S = 3600.0
 """The daemon's own bound."""
 ANSWER_S = 0.02
-"""Kept back from what the daemon is told of a deadline, so that its answer comes in time."""
+"""How much more time than the daemon its answer may take: a call that must not wait gets one."""
 
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
@@ -64,7 +64,7 @@ class Call:
     def __init__(self, timeout_s: float, link: Link | None = None) -> None:
         if not 0 <= timeout_s <= TIMEOUT_MAX_S:
             raise InvalidRequest(f"timeout_s is from 0 to {TIMEOUT_MAX_S} s, found {timeout_s}")
-        self.deadline_s = monotonic() + timeout_s
+        self.deadline_s = monotonic() + timeout_s + ANSWER_S
         self.link = link
         self.posted: list[Ticket] = []
         """Requests whose replies the operation has not taken in yet."""
@@ -75,8 +75,7 @@ class Call:
 
     def daemon_timeout_s(self) -> float:
         """How long the daemon may take, so that its answer is here by the deadline."""
-        remaining_s = self.remaining_s()
-        return remaining_s - min(ANSWER_S, remaining_s / 10)
+        return max(self.deadline_s - ANSWER_S - monotonic(), 0.0)
 
 
 def ask(request: Request, expected: type[R]) -> Operation[R]:

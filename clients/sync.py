@@ -28,7 +28,8 @@ class Client:
     exception: recompute and go on. A restarted daemon is found again by the same client.
     Raised are the caller's own mistakes (InvalidRequest) and durable puts that fail.
 
-    Every call takes `timeout_s`, by default the client's. In a forked child the client
+    Every call takes `timeout_s`, by default the client's: how long the daemon may take, its
+    answer a moment more; 0 asks for what can be had at once. In a forked child the client
     connects anew; leases and writers of the parent raise WrongProcess there.
     """
 

@@ -237,6 +237,16 @@ def test_a_silent_daemon_is_a_miss_by_the_deadline(kind: str, daemon: ScriptedDa
         assert kv.ping()
 
 
+def test_a_call_that_must_not_wait_gets_what_is_there(
+    daemon: ScriptedDaemon, kv: Any, ns: BoundNamespace
+) -> None:
+    store(daemon, 2)
+    assert len(kv.get(ns, KEYS, timeout_s=0)) == 2
+    (get,) = daemon.seen(Get)
+    assert isinstance(get, Get)
+    assert get.timeout_s == 0
+
+
 def test_a_reply_of_the_wrong_kind_is_a_miss(
     daemon: ScriptedDaemon, kv: Any, ns: BoundNamespace
 ) -> None:
