@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from xxhash import xxh3_64_intdigest
 
+from blobstore.digest import DIGEST_BYTES
 from blobstore.errors import InvalidRequest
 from blobstore.tiering.tier import Extent
 
@@ -52,6 +53,8 @@ def encode_row(row: Row, row_key: bytes) -> bytes:
     Raises InvalidRequest for what the format cannot hold.
     """
     extent = row.extent or Extent(0, 0, 0)
+    if len(row.digest) != DIGEST_BYTES:
+        raise InvalidRequest(f"a row cannot hold a digest of {len(row.digest)} bytes")
     try:
         head = _HEAD.pack(
             row.last_used_wall_s,
