@@ -18,6 +18,9 @@ from blobstore.errors import BlobStoreError
 from blobstore.keys import Keys
 from blobstore.protocol import Get, Leased
 
+_NO_ROOM = "no_room"
+"""The daemon's reason: the rest cannot be loaded while what is in DRAM is held."""
+
 L = TypeVar("L", bound=LeaseBase)
 
 
@@ -57,11 +60,15 @@ def get_into(
     for number, window in enumerate(cut):
         asked = keys[window.start : window.stop]
         try:
-            if ticket is None:
-                request = _request(call, ns, asked)
-                leased = yield from ask_in(ns, request, Leased)
-            else:
+            leased = None
+            if ticket is not None:
                 leased = checked((yield ticket), Leased)
+                if leased.reason == _NO_ROOM:
+                    # The window before was held then, and no longer is.
+                    LeaseBase(ns, asked, call.link, leased).release()
+                    leased = None
+            if leased is None:
+                leased = yield from ask_in(ns, _request(call, ns, asked), Leased)
             ticket = None
             with LeaseBase(ns, asked, call.link, leased) as lease:
                 if len(lease) == len(window) and number + 1 < len(cut):

@@ -225,6 +225,23 @@ class TestGetInto:
             kv.get_into(ns, KEYS[:1], [bytes(NBYTES)])
         assert daemon.seen(Get) == []
 
+    def test_a_window_that_found_no_room_beside_the_one_before_is_asked_for_again(
+        self, daemon: ScriptedDaemon, kv: Any, ns: BoundNamespace
+    ) -> None:
+        store(daemon, 6)
+
+        def get(request: Request) -> Reply:
+            whole = daemon.default(request)
+            assert isinstance(whole, Leased)
+            if len(daemon.seen(Get)) == 2:
+                return Leased(whole.lease_id, whole.extents[:16], "no_room", {"dram": 1})
+            return whole
+
+        daemon.script[Get] = get
+        assert kv.get_into(ns, KEYS[:6], np.zeros((6, NBYTES), np.uint8)) == 6
+        assert n_keys(daemon.seen(Get)) == [3, 3, 3]
+        assert all_ended(kv, daemon)
+
 
 class TestPutFrom:
     def test_all_blobs_are_stored_window_by_window(
