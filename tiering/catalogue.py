@@ -30,7 +30,6 @@ _NUMBER = struct.Struct("<I")
 _U64 = struct.Struct("<Q")
 _ROWS_PER_READ = 4096
 """A scan ends its snapshot this often, so that it never holds back the reuse of pages for long."""
-_DELETES_PER_COMMIT_MIN = 64
 
 Added = tuple[Row, memoryview | None]
 Named = tuple[bytes, bytes]
@@ -50,6 +49,7 @@ class Catalogue:
 
         Raises NewerFormat, NotEnough, or SetupError for a file that is damaged.
         """
+        self._directory = directory
         self._env = Environment(
             directory, (_META, _NAMESPACES, _BLOBS, _INLINE), disk, reserve_bytes
         )
@@ -60,8 +60,10 @@ class Catalogue:
         self._next_number = 1
         self._undo: set[bytes] = set()
         self.damaged_namespaces = 0
+        self.store_id = b""
+        self.boots = 0
         try:
-            self.store_id, self.boots = self._env.write(self._introduce, deletes_only=True)
+            self._env.write(self._introduce, deletes_only=True)
             self._load_namespaces()
         except BaseException:
             self._env.close()
@@ -88,14 +90,17 @@ class Catalogue:
         with self._declaring:
             if namespace in self._numbers:
                 return
-            # A number is never given twice, even if the first commit is in doubt.
+            # A number is never given twice, even if the first commit is in doubt
+            # or its record gets damaged: rows would change their namespace.
             number = _NUMBER.pack(self._next_number)
             self._next_number += 1
+            following = _U64.pack(self._next_number)
             body = number + canonical
             record = _U64.pack(xxh3_64_intdigest(namespace + body)) + body
 
             def insert(txn: lmdb.Transaction) -> None:
                 txn.put(namespace, record, db=self._env.table(_NAMESPACES))
+                txn.put(b"next_number", following, db=self._env.table(_META))
 
             self._env.write(insert)
             self._remember(namespace, number, canonical)
@@ -139,7 +144,7 @@ class Catalogue:
         try:
             self._apply(row_keys, [], [])
         except Full:
-            if len(row_keys) <= _DELETES_PER_COMMIT_MIN:
+            if len(row_keys) == 1:
                 raise
             half = len(row_keys) // 2
             self.discard(row_keys[:half])
@@ -194,22 +199,23 @@ class Catalogue:
         """Close the files; waits for reads in flight."""
         self._env.close()
 
-    def _introduce(self, txn: lmdb.Transaction) -> tuple[bytes, int]:
+    def _introduce(self, txn: lmdb.Transaction) -> None:
         """Check or write the format, and count this opening."""
         meta = self._env.table(_META)
         version = txn.get(b"format", db=meta)
         found = FORMAT_VERSION if version is None else _U64.unpack(version)[0]
         if found > FORMAT_VERSION:
             raise NewerFormat(
-                f"the catalogue has format {found}, this program knows up to {FORMAT_VERSION}: "
-                "use the newer program, or another data directory"
+                f"the catalogue {self._directory} has format {found}, this program knows up to "
+                f"{FORMAT_VERSION}: use the newer program, or another data directory"
             )
-        store_id = txn.get(b"store", db=meta) or uuid.uuid4().bytes
-        boots = 1 + _U64.unpack(txn.get(b"boots", db=meta) or bytes(8))[0]
+        self.store_id = bytes(txn.get(b"store", db=meta) or uuid.uuid4().bytes)
+        self.boots = 1 + _U64.unpack(txn.get(b"boots", db=meta, default=bytes(8)))[0]
+        first = _U64.pack(1)
+        self._next_number = _U64.unpack(txn.get(b"next_number", db=meta, default=first))[0]
         txn.put(b"format", _U64.pack(FORMAT_VERSION), db=meta)
-        txn.put(b"store", store_id, db=meta)
-        txn.put(b"boots", _U64.pack(boots), db=meta)
-        return bytes(store_id), boots
+        txn.put(b"store", self.store_id, db=meta)
+        txn.put(b"boots", _U64.pack(self.boots), db=meta)
 
     def _load_namespaces(self) -> None:
         for namespace, record in self._scan(_NAMESPACES):
@@ -222,7 +228,6 @@ class Catalogue:
                 self._remember(namespace, body[: _NUMBER.size], body[_NUMBER.size :])
 
     def _remember(self, namespace: bytes, number: bytes, canonical: bytes) -> None:
-        self._next_number = max(self._next_number, _NUMBER.unpack(number)[0] + 1)
         self._ids[number] = namespace
         self._canonical[namespace] = canonical
         self._numbers[namespace] = number

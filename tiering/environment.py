@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 import lmdb
 
 from blobstore.errors import Full, NotEnough, SetupError, StorageFailed
-from blobstore.tiering.disk import Disk, PosixDisk
+from blobstore.tiering.disk import Disk
 from blobstore.units import MIB, format_size
 
 READERS_MAX = 512
@@ -213,7 +213,7 @@ class Environment:
                 f"free are {format_size(self._disk.free_bytes(self._directory))}"
             )
         self._open_tables()
-        PosixDisk().sync_dir(self._directory)  # LMDB syncs its files, not their names
+        self._disk.sync_dir(self._directory)  # LMDB syncs its files, not their names
 
     def _open_tables(self) -> None:
         self._tables = {name: self._env.open_db(name) for name in self._names}

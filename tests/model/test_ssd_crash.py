@@ -8,10 +8,11 @@ import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import get_args
 
+import lmdb
 import pytest
 
 from blobstore.errors import Full, SetupError, StorageFailed
@@ -208,12 +209,10 @@ def _n_steps(directory: Path, seed: int) -> int:
     return world.disk.steps
 
 
-@pytest.fixture
-def fast_path() -> Iterator[Path]:
-    """LMDB is not simulated, and need not wait for a real disk."""
-    where = "/dev/shm" if Path("/dev/shm").is_dir() else None
-    with TemporaryDirectory(dir=where) as path:
-        yield Path(path)
+@pytest.fixture(autouse=True)
+def _unsynced_lmdb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """LMDB is not simulated: it loses nothing here, and need not wait for a real disk."""
+    monkeypatch.setattr(lmdb, "open", partial(lmdb.open, sync=False))
 
 
 SEEDS = [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in range(3, 40))]
@@ -222,10 +221,10 @@ SEEDS = [1, 2, *(pytest.param(n, marks=pytest.mark.soak) for n in range(3, 40))]
 @pytest.mark.parametrize("survival", get_args(Survival))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_power_lost_at_any_step_leaves_whole_commits_only(
-    fast_path: Path, seed: int, survival: Survival
+    tmp_path: Path, seed: int, survival: Survival
 ) -> None:
-    for cut_at in range(_n_steps(fast_path / "whole", seed)):
-        world = World(fast_path / str(cut_at), seed)
+    for cut_at in range(_n_steps(tmp_path / "whole", seed)):
+        world = World(tmp_path / str(cut_at), seed)
         world.disk.cut_at = cut_at
         with pytest.raises(PowerLost):
             world.run(OPERATIONS)
@@ -235,21 +234,21 @@ def test_power_lost_at_any_step_leaves_whole_commits_only(
 
 
 @pytest.mark.parametrize("survival", get_args(Survival))
-def test_power_lost_during_recovery_costs_nothing(fast_path: Path, survival: Survival) -> None:
+def test_power_lost_during_recovery_costs_nothing(tmp_path: Path, survival: Survival) -> None:
     def crashed(directory: Path) -> World:
         world = World(directory, 3)
-        world.disk.cut_at = _n_steps(fast_path / "whole", 3) - 2  # spare room is there to punch
+        world.disk.cut_at = _n_steps(tmp_path / "whole", 3) - 2  # spare room is there to punch
         with pytest.raises(PowerLost):
             world.run(OPERATIONS)
         world.disk.restart(survival, 0)
         return world
 
-    world = crashed(fast_path / "count")
+    world = crashed(tmp_path / "count")
     with world.running():
         world.check(world.open())
         n_steps = world.disk.steps
     for cut_at in range(n_steps):
-        world = crashed(fast_path / str(cut_at))
+        world = crashed(tmp_path / str(cut_at))
         world.disk.cut_at = cut_at
         with suppress(PowerLost), world.running():
             world.check(world.open())
@@ -259,10 +258,10 @@ def test_power_lost_during_recovery_costs_nothing(fast_path: Path, survival: Sur
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_fault_at_any_step_is_typed_and_leaves_nothing_half_done(
-    fast_path: Path, seed: int, code: int
+    tmp_path: Path, seed: int, code: int
 ) -> None:
-    for fault_at in range(_n_steps(fast_path / "whole", seed)):
-        world = World(fast_path / str(fault_at), seed)
+    for fault_at in range(_n_steps(tmp_path / "whole", seed)):
+        world = World(tmp_path / str(fault_at), seed)
         world.fail_at(fault_at, code)
         with world.running():
             world.open_in_spite_of_faults()
