@@ -67,12 +67,41 @@ class BoundNamespace:
         parts = self.layout.parts(tokens)
         return parts if len(numbers) == len(parts) else tuple(parts[number] for number in numbers)
 
-    def runs(self, tokens: int, numbers: tuple[int, ...]) -> tuple[Run, ...]:
-        """The bytes of these parts, neighbours joined: what a rank's buffer holds, in order."""
-        runs: list[Run] = []
-        for part in self.parts(tokens, numbers):
-            start, end = part.offset, part.offset + part.nbytes
-            if runs and runs[-1][1] == start:
-                start, _ = runs.pop()
-            runs.append((start, end))
-        return tuple(runs)
+
+class Share:
+    """Which bytes of each blob of a chain a rank reads or writes: the parts `numbers`."""
+
+    def __init__(self, ns: BoundNamespace, keys: Keys, numbers: tuple[int, ...]) -> None:
+        self._n = len(keys)
+        tokens = ns.tokens_per_blob, ns.tokens(keys, self._n - 1)
+        self._runs = tuple(_joined(ns.parts(n, numbers)) for n in tokens)
+        self._blob_bytes = tuple(map(ns.layout.nbytes, tokens))
+
+    def runs(self, index: int) -> tuple[Run, ...]:
+        """The bytes of blob `index`, in order: what a rank's buffer holds."""
+        return self._runs[index == self._n - 1]
+
+    @property
+    def sizes(self) -> list[int]:
+        """The rank's bytes of each blob."""
+        return self._of_each(tuple(sum(end - start for start, end in runs) for runs in self._runs))
+
+    @property
+    def blob_sizes(self) -> list[int]:
+        """All bytes of each blob."""
+        return self._of_each(self._blob_bytes)
+
+    def _of_each(self, values: tuple[int, ...]) -> list[int]:
+        full, last = values
+        return [full] * (self._n - 1) + [last] if self._n else []
+
+
+def _joined(parts: tuple[Part, ...]) -> tuple[Run, ...]:
+    """Where the parts are, neighbours in one."""
+    runs: list[Run] = []
+    for part in parts:
+        start = part.offset
+        if runs and runs[-1][1] == start:
+            start, _ = runs.pop()
+        runs.append((start, part.offset + part.nbytes))
+    return tuple(runs)

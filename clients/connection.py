@@ -53,7 +53,7 @@ class Connection(Link):
         self._followers: deque[_Ticket] = deque()
         self._left_behind: deque[_Ticket] = deque()
         self._gatherer: threading.Thread | None = None
-        self._gathering = threading.Lock()
+        self._gathering = threading.RLock()
         self._closing = False
 
     def ask(self, request: Request, deadline_s: float) -> Reply:
@@ -123,10 +123,12 @@ class Connection(Link):
         self._left_behind.append(ticket)
         with self._gathering:
             if self._gatherer is None:
-                self._gatherer = threading.Thread(
+                gatherer = threading.Thread(
                     target=self._gather, name="blobstore-gather", daemon=True
                 )
-                self._gatherer.start()
+                with contextlib.suppress(RuntimeError):  # at exit; the daemon sees that, too
+                    gatherer.start()
+                    self._gatherer = gatherer
 
     def close(self) -> None:
         """End all calls, and the connection as soon as no view of leased bytes is left.

@@ -142,6 +142,8 @@ class LeaseBase(Sequence[memoryview]):
         return f"<{type(self).__name__} of {len(self)} blobs{ends}>"
 
     def _wait(self, call: Call, index: int, part: int | None) -> Operation[bool]:
+        if isinstance(self._starts, _Refusal):
+            self._starts.refuse()
         index = range(len(self))[index]
         readable = self._readable
         parts = range(self.n_parts) if part is None else (range(self.n_parts)[part],)

@@ -94,8 +94,9 @@ class Link:
         self._max_body_bytes = session.terms.max_body_bytes
         self._returns = session.returns
         self._reader = FrameReader()
-        # `with` is the one way to take a lock that no signal handler can leave it taken.
-        # It can be entered twice, by a finalizer in the middle of a send: `_busy` tells.
+        # Taken by `with`, or released whether taken or not, which only a lock that knows its
+        # owner allows: otherwise the exception of a signal handler could leave it taken.
+        # A finalizer in the middle of a send can enter it again: `_busy` tells.
         self._sending = threading.RLock()
         self._busy = False
         self._frame = bytearray(HEADER_BYTES)
@@ -136,26 +137,35 @@ class Link:
     def flush(self) -> None:
         """Send what is owed to the daemon, unless that means to wait. Safe anywhere.
 
-        Waits for another thread's send at most, which itself never waits.
+        Whoever holds the lock that is not waited for here flushes after letting go of it.
         """
         returns = self._returns
         while returns.owed and not self._unsent and not self.broken_by:
-            with self._sending:
-                if self._busy:
-                    return  # that send, below on this stack, is followed by a flush
-                if not returns.owed:
+            try:
+                if not self._sending.acquire(blocking=False) or self._busy:
                     return
-                self._busy = True
-                debts = returns.take()
-                try:
-                    self._write(_NO_REPLY, debts.request)
-                except Broken:
-                    returns.take_back(debts)
-                except BaseException:  # interrupted: it is unknown how much was sent
-                    self.fail("interrupted while sending")
-                    raise
-                finally:
-                    self._busy = False
+                if returns.owed:
+                    self._settle_some()
+            finally:
+                # As in Connection.wait: nothing comes before the release.
+                try:  # noqa: SIM105
+                    self._sending.release()
+                except RuntimeError:
+                    pass  # it is another thread's
+
+    def _settle_some(self) -> None:
+        self._busy = True
+        try:
+            debts = self._returns.take()
+            try:
+                self._write(_NO_REPLY, debts.request)
+            except Broken:
+                self._returns.take_back(debts)
+        except BaseException:  # interrupted: it is unknown how much was sent
+            self.fail("interrupted while sending")
+            raise
+        finally:
+            self._busy = False
 
     def receive(self) -> None:
         """Take in what has arrived: replies go to their tickets, late ones are undone."""

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.bound import BoundNamespace, Share
 from blobstore.clients.buffers import Buffer, buffers_for
 from blobstore.clients.lease import LeaseBase
 from blobstore.clients.link import Ticket
@@ -52,11 +52,11 @@ def get_into(
     The next window is asked for before this one is copied, so that its loads from SSD
     and the copying overlap.
     """
-    sizes = share_sizes(ns, keys, ns.reads)
-    targets = buffers_for(buffers, sizes, writable=True)
+    share = Share(ns, keys, ns.reads)
+    targets = buffers_for(buffers, share.sizes, writable=True)
     filled = 0
     ticket: Ticket | None = None
-    cut = windows([ns.layout.nbytes(ns.tokens(keys, i)) for i in range(len(keys))], lent_bytes_max)
+    cut = windows(share.blob_sizes, lent_bytes_max)
     for number, window in enumerate(cut):
         asked = keys[window.start : window.stop]
         try:
@@ -75,7 +75,7 @@ def get_into(
                     following = cut[number + 1]
                     ahead = _request(call, ns, keys[following.start : following.stop])
                     ticket = yield Posted(ahead)
-                yield Work(partial(_copy_out, lease, ns, asked, targets[window.start :]))
+                yield Work(partial(_copy_out, lease, window, share, targets))
                 filled += len(lease)
         except BlobStoreError as error:
             reason(error)
@@ -83,17 +83,6 @@ def get_into(
         if ticket is None:
             break
     return filled
-
-
-def share_sizes(ns: BoundNamespace, keys: Keys, numbers: tuple[int, ...]) -> list[int]:
-    """Bytes of the parts with these numbers, for each blob."""
-    if not keys:
-        return []
-    full, last = (
-        sum(end - start for start, end in ns.runs(tokens, numbers))
-        for tokens in (ns.tokens_per_blob, ns.tokens(keys, len(keys) - 1))
-    )
-    return [full] * (len(keys) - 1) + [last]
 
 
 def _request(
@@ -106,10 +95,9 @@ def _nothing(why: str) -> Leased:
     return Leased(0, b"", why, {})
 
 
-def _copy_out(lease: LeaseBase, ns: BoundNamespace, keys: Keys, targets: list[Buffer]) -> None:
-    for index, payload in enumerate(lease):
-        source = np.frombuffer(payload, np.uint8)
-        at = 0
-        for start, end in ns.runs(ns.tokens(keys, index), ns.reads):
+def _copy_out(lease: LeaseBase, window: range, share: Share, targets: list[Buffer]) -> None:
+    for index, payload in zip(window, lease, strict=False):
+        source, at = np.frombuffer(payload, np.uint8), 0
+        for start, end in share.runs(index):
             targets[index].load(at, source[start:end])
             at += end - start

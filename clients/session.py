@@ -36,7 +36,7 @@ class Session:
         self._background_bytes = background_bytes
         self._read_write_fd = read_write_fd
         self._mappings: list[Mapping] = []
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._writable: Bytes | None = None
         try:
             self._readable = self._map(read_only_fd, writable=False)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.bound import BoundNamespace, Run
 from blobstore.clients.buffers import Buffer
 from blobstore.clients.link import Link, Ticket
 from blobstore.clients.mapping import Bytes
@@ -65,7 +65,9 @@ class WriterBase:
         self._exporters: dict[int, weakref.ref[Bytes]] = {}
         self._alive: list[int] = []
         """Blobs with views alive when it was sealed."""
-        self._ended: BlobStoreError | None = None
+        self._ended = ""
+        """Why it takes no more; empty while it is open."""
+        self._foreign = False
         self._unfinished: weakref.finalize[..., WriterBase] | None = None
         if link is not None and reserved.reservation_id:
             returns = link.session.returns
@@ -101,7 +103,7 @@ class WriterBase:
 
     def abort(self) -> None:
         """Store nothing. Does not wait for the daemon. Does nothing once it has ended."""
-        if self._ended is None:
+        if not self._ended:
             self._end("the writer was aborted")
             self.results = ["refused"] * len(self)
             self.reasons = ["aborted"] * len(self)
@@ -109,7 +111,8 @@ class WriterBase:
 
     def disown(self) -> None:
         """In a forked child: this is the parent's writer."""
-        self._ended = WrongProcess("the writer is the parent process's: put in this one")
+        self._foreign = True
+        self._ended = "the writer is the parent process's: put in this one"
         self._views.clear()
 
     def __repr__(self) -> str:
@@ -130,15 +133,15 @@ class WriterBase:
         """Whether this writer writes all bytes of its blobs."""
         return len(self._numbers) == self._ns.layout.n_parts
 
-    def _fill(self, index: int, buffer: Buffer) -> None:
-        """Write this rank's share from `buffer`, or remember it to compare digests."""
+    def _fill(self, index: int, buffer: Buffer, runs: tuple[Run, ...]) -> None:
+        """Write this rank's share, `runs`, from `buffer`, or remember it to compare digests."""
         if self.reasons[index] != "":
             if self.reasons[index] == "exists" and self._whole:
                 self._views[index] = buffer.on_host()
             return
         at = 0
         memory = np.frombuffer(self[index], np.uint8)
-        for start, end in self._ns.runs(self._ns.tokens(self._keys, index), self._numbers):
+        for start, end in runs:
             buffer.store(at, memory[start:end])
             at += end - start
 
@@ -157,7 +160,7 @@ class WriterBase:
 
     def _seal(self) -> Operation[None]:
         """Seal, unless it has ended: then `results` are final. A refused durable blob raises."""
-        if isinstance(self._ended, InvalidRequest):
+        if self._ended and not self._foreign:
             return
         yield from self._take_in_seal((yield from self._post_seal()))
         if self._durable:
@@ -224,7 +227,7 @@ class WriterBase:
 
     def _end(self, why: str) -> None:
         """Take the views back: those from which nothing was derived can write no more."""
-        self._ended = InvalidRequest(why)
+        self._ended = why
         for view in self._views.values():
             try:
                 view.release()
@@ -233,8 +236,8 @@ class WriterBase:
         self._views.clear()
 
     def _check_open(self) -> None:
-        if self._ended is not None:
-            raise self._ended
+        if self._ended:
+            raise (WrongProcess if self._foreign else InvalidRequest)(self._ended)
 
 
 NO_PARTS = "no_parts"

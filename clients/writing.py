@@ -8,11 +8,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypeVar
 
-from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.bound import BoundNamespace, Share
 from blobstore.clients.buffers import Buffer, buffers_for
 from blobstore.clients.link import Ticket
 from blobstore.clients.operations import ask_in
-from blobstore.clients.reading import share_sizes
 from blobstore.clients.steps import Call, Operation, Work, reason
 from blobstore.clients.windows import windows
 from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable
@@ -61,12 +60,12 @@ def put_from(
     durable and a blob is refused; those before it are stored.
     """
     numbers = _numbers(ns, terms)
-    sources = buffers_for(buffers, share_sizes(ns, keys, numbers), writable=False)
+    share = Share(ns, keys, numbers)
+    sources = buffers_for(buffers, share.sizes, writable=False)
     results: list[str] = []
     reasons: list[str] = []
     sealing: _Sealing | None = None
-    sizes = [ns.layout.nbytes(ns.tokens(keys, i)) for i in range(len(keys))]
-    for window in windows(sizes, lent_bytes_max):
+    for window in windows(share.blob_sizes, lent_bytes_max):
         chunk = keys[window.start : window.stop]
         if window.start:
             terms = replace(terms, parent=keys[window.start - 1])
@@ -77,7 +76,7 @@ def put_from(
             yield from sealing.finish(results, reasons)
             sealing = None
             writer = yield from reserve(call, WriterBase, ns, chunk, terms)
-        yield Work(partial(_fill, writer, sources[window.start : window.stop]))
+        yield Work(partial(_fill, writer, window, share, sources))
         if sealing is not None:
             yield from sealing.finish(results, reasons)
         if results and results[-1] == "refused":
@@ -113,9 +112,9 @@ _ORPHAN = "orphan"
 """The daemon's reason: the blob that this one continues is not held."""
 
 
-def _fill(writer: WriterBase, sources: Sequence[Buffer]) -> None:
-    for index, source in enumerate(sources):
-        writer._fill(index, source)
+def _fill(writer: WriterBase, window: range, share: Share, sources: Sequence[Buffer]) -> None:
+    for number, index in enumerate(window):
+        writer._fill(number, sources[index], share.runs(index))
 
 
 def _numbers(ns: BoundNamespace, terms: Terms) -> tuple[int, ...]:

@@ -107,7 +107,12 @@ def test_leases_of_the_parent_are_refused_in_a_child(
     with kv.get(ns, KEYS) as lease:
 
         def child() -> None:
-            for use in (lambda: lease[0], lambda: list(lease), lambda: lease.parts(0)):
+            for use in (
+                lambda: lease[0],
+                lambda: list(lease),
+                lambda: lease.parts(0),
+                lambda: lease.wait(0),
+            ):
                 with pytest.raises(WrongProcess, match="parent process"):
                     use()
             lease.release()

@@ -146,7 +146,14 @@ def test_a_lease_ends_with_its_block(
         assert settled(kv, daemon) == []
     assert settled(kv, daemon) == [1]
     assert len(lease) == 4
-    for use in (lambda: lease[0], lambda: list(lease), lambda: lease.parts(0), lambda: lease[:1]):
+    for use in (
+        lambda: lease[0],
+        lambda: list(lease),
+        lambda: lease[:1],
+        lambda: lease.parts(0),
+        lambda: lease.part(0, 0),
+        lambda: lease.wait(0),
+    ):
         with pytest.raises(InvalidRequest, match="was released"):
             use()
     lease.release()
@@ -244,17 +251,27 @@ def test_a_last_view_may_die_in_the_middle_of_a_send(
     assert [type(r) for r in daemon.requests[-2:]] == [Ping, Release], "no frame cut another"
 
 
-def test_many_leases_are_released_in_few_messages(
+def test_a_finalizer_does_not_wait_for_a_thread_that_sends(
     daemon: ScriptedDaemon, kv: Client, ns: BoundNamespace
 ) -> None:
     leases = [kv.get(ns, KEYS) for _ in range(50)]
     connection = kv._runner._connection
     assert connection is not None
-    with connection._sending:
-        connection._busy = True
-        for lease in leases:
-            lease.release()
-        connection._busy = False
+    sending, go = threading.Event(), threading.Event()
+
+    def send_slowly() -> None:
+        with connection._sending:
+            sending.set()
+            assert go.wait(10)
+
+    thread = threading.Thread(target=send_slowly)
+    thread.start()
+    assert sending.wait(5)
+    for lease in leases:
+        lease.release()
+    assert len(connection._returns.owed) == 50
+    go.set()
+    thread.join()
     assert sorted(settled(kv, daemon)) == list(range(1, 51))
     assert len(daemon.seen(Release)) == 1
 
