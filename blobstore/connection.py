@@ -38,6 +38,9 @@ TIMEOUT_MAX_S = 3600.0
 _ENDING = (p.Ping, p.Wait, p.Release, p.SealParts, p.Seal, p.Abort, p.Stats)
 """Served while the daemon drains: what brings leases and reservations to their end."""
 
+NOT_A_MESSAGE = (msgspec.MsgspecError, RecursionError)
+"""What decoding a body raises."""
+
 Answer = p.Reply | Coroutine[Any, Any, p.Reply]
 
 log = logging.getLogger(__name__)
@@ -126,7 +129,7 @@ class Connection(asyncio.Protocol):
         except (ProtocolError, FrameTooLarge) as error:
             self._send(0, _failed(error))
             self.finish()
-        except msgspec.MsgspecError as error:
+        except NOT_A_MESSAGE as error:
             self._send(0, _failed(ProtocolError(f"not a message of the protocol: {error}")))
             self.finish()
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from blobstore import protocol
-from blobstore.connection import Connection
+from blobstore.connection import NOT_A_MESSAGE, Connection
 from blobstore.errors import BlobStoreError, ProtocolError, SetupError
 from blobstore.holder import Holder
 from blobstore.store import Store
@@ -234,7 +234,10 @@ async def _read_hello(peer: socket.socket) -> tuple[int, protocol.Hello]:
         if not data:
             raise ConnectionResetError
         for request_id, _, body in reader.feed(data):
-            request = protocol.decode_request(body)
+            try:
+                request = protocol.decode_request(body)
+            except NOT_A_MESSAGE as error:
+                raise ProtocolError(f"not a message of the protocol: {error}") from error
             if not isinstance(request, protocol.Hello):
                 raise ProtocolError("the first frame of a connection must be Hello")
             return request_id, request

@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from blobstore.protocol import Declare, Get, Leased
 from blobstore.units import MIB
 from tests.support.blobs import chain, count_right, opaque, payload_of, put
 from tests.support.daemon import Daemon, daemon
+from tests.support.forking import LATER, OF_CHILD, OF_PARENT, OPEN
 from tests.support.nursery import CONTEXTS, LENGTH
 from tests.support.polling import poll_until, wait_s
 from tests.support.program import Program
@@ -228,6 +230,26 @@ def test_clients_that_leave_take_nothing_along(run: Daemon, kv: Client) -> None:
     assert run.wait() == 0
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    """One daemon for all families."""
+    with daemon(tmp_path_factory.mktemp("shared")) as run:
+        yield run
+
+
+def family(run: Daemon, method: str, how: str) -> dict[str, Any]:
+    """What a parent and its child found; nothing of theirs is left then."""
+    with Program("tests.support.forking", run.address, method, how) as program:
+        found: dict[str, Any] = program.hear()
+        assert program.end() == (0, "")
+    with Client(run.address) as kv:
+        poll_until(lambda: holds_nothing(kv), AT_ONCE_S)
+        ns = kv.namespace(SMALL)
+        for keys in (OF_PARENT, OF_CHILD, LATER, OPEN):
+            kv.drop(ns, keys[:1])
+    return found
+
+
 @pytest.mark.parametrize(
     ("method", "how"),
     [
@@ -239,14 +261,9 @@ def test_clients_that_leave_take_nothing_along(run: Daemon, kv: Client) -> None:
         ("spawn", "return"),
     ],
 )
-def test_a_child_works_and_leaves_its_parent_alone(
-    run: Daemon, kv: Client, method: str, how: str
-) -> None:
-    with Program("tests.support.forking", run.address, method, how) as program:
-        found = program.hear()
-        assert program.end() == (0, "")
+def test_a_child_works_and_leaves_its_parent_alone(shared: Daemon, method: str, how: str) -> None:
     foreign = "none" if method == "spawn" else "WrongProcess"
-    assert found == {
+    assert family(shared, method, how) == {
         "child": {
             "reads": 3,
             "puts": ["stored"] * 3,
@@ -257,7 +274,6 @@ def test_a_child_works_and_leaves_its_parent_alone(
         "exit": 0,
         "parent": PARENT_UNHARMED | {"reads_the_childs": 3},
     }
-    poll_until(lambda: holds_nothing(kv), AT_ONCE_S)
 
 
 PARENT_UNHARMED = {
@@ -270,12 +286,7 @@ PARENT_UNHARMED = {
 }
 
 
-def test_a_child_that_touches_its_parents_view_faults_and_harms_nobody(
-    run: Daemon, kv: Client
-) -> None:
+def test_a_child_that_touches_its_parents_view_faults_and_harms_nobody(shared: Daemon) -> None:
     """A fault, since the bytes may be another blob's by the time that the child looks."""
-    with Program("tests.support.forking", run.address, "os.fork", "touch") as program:
-        found = program.hear()
-        assert program.end() == (0, "")
+    found = family(shared, "os.fork", "touch")
     assert found == {"child": {}, "exit": -signal.SIGSEGV, "parent": PARENT_UNHARMED}
-    poll_until(lambda: holds_nothing(kv), AT_ONCE_S)

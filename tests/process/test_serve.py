@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import time
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -14,25 +12,9 @@ import pytest
 
 from blobstore.clients import BoundNamespace, Client, Keys, KVLayout, Namespace
 from blobstore.units import MIB
-from tests.support.daemon import Daemon, daemon
+from tests.support.daemon import Daemon, daemon, refused
 from tests.support.polling import poll_until
 from tests.support.tmpfs import tmpfs
-
-
-def refused(
-    home: Path, *options: str, within_s: float = 5.0, environ: Mapping[str, str] | None = None
-) -> tuple[int, str]:
-    """Exit code and the one line of a daemon that must not start; nothing is left behind."""
-    started_s = time.monotonic()
-    run = Daemon(home, *options, environ=environ)
-    try:
-        code = run.wait(within_s)
-    finally:
-        run.kill()
-    assert time.monotonic() - started_s < within_s
-    assert run.said.startswith("error: ")
-    assert run.said.count("\n") == 1, run.said
-    return code, run.said
 
 
 def is_there(path: Path) -> bool:

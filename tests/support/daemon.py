@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -75,3 +76,19 @@ def daemon(home: Path, *options: str, environ: Mapping[str, str] | None = None) 
         yield run
     finally:
         run.kill()
+
+
+def refused(
+    home: Path, *options: str, within_s: float = 5.0, environ: Mapping[str, str] | None = None
+) -> tuple[int, str]:
+    """Exit code and the one line of a daemon that must not start; nothing is left behind."""
+    started_s = time.monotonic()
+    run = Daemon(home, *options, environ=environ)
+    try:
+        code = run.wait(within_s)
+    finally:
+        run.kill()
+    assert time.monotonic() - started_s < within_s
+    assert run.said.startswith("error: ")
+    assert run.said.count("\n") == 1, run.said
+    return code, run.said

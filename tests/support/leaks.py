@@ -72,12 +72,17 @@ def no_leaks() -> Iterator[None]:
     """Fails the test if the block leaves anything of this process behind."""
     before = Belongings.now()
     yield
-    if not (gained := Belongings.now().gained_since(before)):
+    if not (suspects := set(Belongings.now().gained_since(before))):
         return
     gc.collect()  # cycles may hold the last reference to a socket or a mapping
+
+    def left() -> list[str]:
+        # What was not there at first came from other programs on this machine.
+        return [item for item in Belongings.now().gained_since(before) if item in suspects]
+
     with suppress(AssertionError):
-        poll_until(lambda: not Belongings.now().gained_since(before), GRACE_S)
-    if gained := Belongings.now().gained_since(before):
+        poll_until(lambda: not left(), GRACE_S)
+    if gained := left():
         pytest.fail("the test left behind: " + "; ".join(gained), pytrace=False)
 
 
@@ -114,9 +119,10 @@ def _children() -> Iterator[int]:
 
 
 def _in_foreign_use(path: Path) -> bool:
-    """Whether a process that is neither this one nor below it has the file open or mapped.
+    """Whether a process that is neither this one nor below it has it open or mapped.
 
-    Then it is another program's on the same machine, and not ours to judge.
+    "It" may be a file in a directory of that name. Then it is another program's on the
+    same machine, and not ours to judge.
     """
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or _descends_from_us(int(entry)):
@@ -127,7 +133,8 @@ def _in_foreign_use(path: Path) -> bool:
         with suppress(OSError):
             for fd in os.listdir(f"/proc/{entry}/fd"):
                 with suppress(OSError):
-                    if os.readlink(f"/proc/{entry}/fd/{fd}") == str(path):
+                    target = Path(os.readlink(f"/proc/{entry}/fd/{fd}"))
+                    if target == path or path in target.parents:
                         return True
     return False
 
