@@ -138,7 +138,8 @@ class PosixDisk:
         wanted = sum(view.nbytes for view in views)
         found = os.pwritev(handle.number, views, offset)
         if found != wanted:  # the kernel cuts a write short where room ends
-            raise OSError(errno.ENOSPC, f"wrote {found} of {wanted} bytes at {offset}")
+            refusal = os.strerror(errno.ENOSPC)
+            raise OSError(errno.ENOSPC, f"{refusal}: wrote {found} of {wanted} bytes at {offset}")
 
     def preadv(self, handle: Handle, views: Sequence[memoryview], offset: int) -> None:
         """As `Disk.preadv`."""

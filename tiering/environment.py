@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import errno
 import os
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +27,7 @@ from blobstore.units import MIB, format_size
 READERS_MAX = 512
 """Slots for read transactions; ours are as many as there are threads in a read."""
 
+_TURN = b"turn"
 _PAGE_BYTES = 4096
 _FIRST_MAP_BYTES = MIB
 _STEP_BYTES_MIN, _STEP_BYTES_MAX = MIB, 64 * MIB
@@ -134,16 +136,20 @@ class Environment:
                 self._reopen()
             if not deletes_only:
                 self._restore_reserve()
+            turned = False
             while True:
                 try:
                     return self._transact(change)
                 except lmdb.MapFullError as error:
                     # Pages that a dead reader holds back are room, too.
-                    if not self._env.reader_check() and not self._grow(deletes_only):
+                    if self._env.reader_check() or self._grow(deletes_only):
+                        continue
+                    if turned or not self._turn_over():
                         raise Full(
                             f"ssd: the catalogue has {format_size(self._map_bytes)} and there is "
                             "no room for more: free some blobs"
                         ) from error
+                    turned = True
                 except (lmdb.Error, OSError) as error:
                     self._suspect = True
                     raise self._failed(error, "write") from error
@@ -174,6 +180,14 @@ class Environment:
             raise
         self._disk.after_commit()
         return result
+
+    def _turn_over(self) -> bool:
+        """A transaction for its own sake: pages serve again only in the second after theirs."""
+        try:
+            self._transact(lambda txn: txn.put(_TURN, struct.pack("<Q", txn.id())))
+        except lmdb.MapFullError:
+            return False
+        return True
 
     def _open(self) -> lmdb.Environment:
         size = self._file.stat().st_size if self._file.exists() else 0

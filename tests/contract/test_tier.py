@@ -14,6 +14,7 @@ import pytest
 from blobstore.errors import Full, InvalidRequest, SizeMismatch
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.dram import DramTier
+from blobstore.tiering.ssd import SsdTier
 from blobstore.tiering.tier import Extent, Tier
 from blobstore.units import KIB, MIB
 from tests.support.fake_tier import FakeTier
@@ -35,7 +36,13 @@ def _dram(directory: Path, capacity_bytes: int) -> Iterator[Tier]:
         yield DramTier(arena)
 
 
-TIERS: dict[str, TierFactory] = {"fake": _fake, "dram": _dram}
+@contextmanager
+def _ssd(directory: Path, capacity_bytes: int) -> Iterator[Tier]:
+    with closing(SsdTier.open(directory, capacity_bytes)) as tier:
+        yield tier
+
+
+TIERS: dict[str, TierFactory] = {"fake": _fake, "dram": _dram, "ssd": _ssd}
 
 
 @pytest.fixture(params=TIERS)

@@ -120,6 +120,14 @@ def test_additions_wait_until_the_reserve_is_whole_again(env: Environment) -> No
     assert env.granted_bytes == granted + RESERVE_BYTES
 
 
+def test_room_that_was_just_deleted_can_be_used_at_once(env: Environment) -> None:
+    _Room(env, RESERVE_BYTES)
+    keys = _fill(env, bytes(60 * KIB))
+    for _ in range(5):
+        _delete(env, keys[0])
+        _put(env, keys[0], bytes(60 * KIB))
+
+
 def test_growth_waits_for_readers_and_readers_for_growth(env: Environment) -> None:
     _put(env, b"k", b"value")
     inside, leave = threading.Event(), threading.Event()
