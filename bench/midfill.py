@@ -16,11 +16,11 @@ import numpy as np
 
 from blobstore.bench.blobs import key_chain, opaque, require
 from blobstore.bench.own_daemon import OwnDaemon
-from blobstore.bench.pairs import alternate
+from blobstore.bench.pairs import Pairs, alternate
 from blobstore.bench.raw_copy import Bytes, caller_buffers, copy_each
 from blobstore.bench.report import Row, Setting, rate_row
 from blobstore.bench.setup import Setup
-from blobstore.clients import Client
+from blobstore.clients import Client, Lease
 from blobstore.keys import Keys
 from blobstore.units import MIB
 
@@ -43,14 +43,16 @@ def rows(setup: Setup) -> list[Row]:
         OwnDaemon(setup.directory, dram_bytes=dram_bytes, options=options) as daemon,
         daemon.client() as kv,
     ):
-        turn = _Turn(kv, n_blobs, blob_bytes)
         setup.say(f"midfill: {n_blobs} blobs of {blob_bytes} bytes")
-        with kv.get(turn.ns, turn.keys) as held:
-            views = [np.frombuffer(held[number], np.uint8) for number in range(n_blobs)]
-            pairs = alternate(
-                lambda: [turn.run()], partial(_copy_all, views, targets), setup.scale(7, 2)
-            )
+        turn = _Turn(kv, n_blobs, blob_bytes)
+        pairs = _measure(turn, targets, setup.scale(7, 2))
     return [rate_row("midfill", pairs, total_bytes, LIMIT_NAME, Setting(total_bytes))]
+
+
+def _measure(turn: _Turn, targets: Sequence[Bytes], n_pairs: int) -> Pairs:
+    with turn.lease() as held:
+        views = [np.frombuffer(held[number], np.uint8) for number in range(len(held))]
+        return alternate(lambda: [turn.run()], partial(_copy_all, views, targets), n_pairs)
 
 
 class _Turn:
@@ -66,11 +68,15 @@ class _Turn:
         self._turns = count()
         kv.put_from(self.ns, self.keys, [buffer] * n_blobs)
 
+    def lease(self) -> Lease:
+        """The whole context, leased."""
+        return self._kv.get(self.ns, self.keys)
+
     def run(self) -> float:
         """Lease, read every byte in place, append; the seconds taken."""
         appended = key_chain(f"midfill-{next(self._turns)}", APPENDED)
         started_s = time.perf_counter()
-        with self._kv.get(self.ns, self.keys) as lease:
+        with self.lease() as lease:
             sums = [_sum(lease[number]) for number in range(len(lease))]
         self._append(appended)
         taken_s = time.perf_counter() - started_s

@@ -51,6 +51,7 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(name: str, disk: Path) ->
     assert list(disk.iterdir()) == []
 
 
+@pytest.mark.timeout(600)  # on two busy cores; less than a minute on idle ones
 def test_the_demo_holds(disk: Path) -> None:
     outcome = json.loads(run_demo(disk, lambda line: None).to_json())
     steps = outcome["steps"]
