@@ -239,14 +239,19 @@ class Catalogue:
         used: Sequence[tuple[bytes, float]],
     ) -> None:
         undo = set(self._undo)
+        fresh: set[bytes] = set()
 
         def change(txn: lmdb.Transaction) -> None:
             blobs, inline = self._env.table(_BLOBS), self._env.table(_INLINE)
             for row_key in (*undo, *gone):
                 txn.delete(row_key, db=blobs)
                 txn.delete(row_key, db=inline)
+            fresh.clear()
             for row_key, record, payload in new:
-                txn.put(row_key, record, db=blobs)
+                if txn.put(row_key, record, db=blobs, overwrite=False):
+                    fresh.add(row_key)
+                else:
+                    txn.put(row_key, record, db=blobs)
                 if payload is not None:
                     txn.put(row_key, payload, db=inline)
             for row_key, at in used:
@@ -259,7 +264,8 @@ class Catalogue:
             self._env.write(change, deletes_only=not (new or used))
         except StorageFailed:
             # Whether a failed sync reached the disk is unknown: the next one settles it.
-            self._undo.update(row_key for row_key, _, _ in new)
+            # A row that was there before stays, in one version or the other.
+            self._undo |= fresh
             raise
         self._undo -= undo
 

@@ -213,6 +213,24 @@ def test_additions_in_doubt_are_taken_back_by_the_next_commit(
     assert _rows(catalogue).keys() == {_key(2), _key(3)}
 
 
+@pytest.mark.parametrize("fault", ["fail_before", "fail_after"])
+def test_a_row_that_failed_to_be_written_anew_is_not_lost(
+    catalogue: Catalogue, disk: _Disk, fault: str
+) -> None:
+    row = row_of(_key(1), b"abc")
+    catalogue.apply([(row, memoryview(b"abc"))], [])
+    setattr(disk, fault, True)
+    with pytest.raises(StorageFailed):
+        catalogue.apply([(replace(row, retention="durable"), None)], [])
+    setattr(disk, fault, False)
+    catalogue.apply([(_row(2), None)], [])
+    assert _rows(catalogue).keys() == {_key(1), _key(2)}
+    assert _inline(catalogue, _key(1), 3) == b"abc"
+    catalogue.apply([(replace(row, retention="durable"), None)], [])
+    assert _rows(catalogue)[_key(1)].retention == "durable"
+    assert _inline(catalogue, _key(1), 3) == b"abc"
+
+
 def test_a_full_catalogue_removes_all_the_same(catalogue: Catalogue) -> None:
     keys = _full_of_rows(catalogue)
     assert _rows(catalogue).keys() == set(keys)
