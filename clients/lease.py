@@ -8,6 +8,7 @@ wherever that happens.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, NoReturn, Self, SupportsIndex, overload
 
 import numpy as np
@@ -18,6 +19,9 @@ from blobstore.clients.steps import Call, Operation, ask, reason
 from blobstore.errors import BlobStoreError, InvalidRequest, WrongProcess
 from blobstore.keys import Keys
 from blobstore.protocol import Leased, Wait, Waited
+
+BATCH = 256
+"""Views made at a time in an iteration: 50 KB."""
 
 NOTHING = memoryview(b"")
 _U64 = np.dtype("<u8")
@@ -86,9 +90,15 @@ class LeaseBase(Sequence[memoryview]):
             raise
 
     def __iter__(self) -> Iterator[memoryview]:
-        view = self._view
-        for start, end in zip(self._starts, self._ends, strict=True):
-            yield view[start:end]
+        return chain.from_iterable(self._batches())
+
+    def _batches(self) -> Iterator[list[memoryview]]:
+        """All views in order. A list at a time, which takes half as long as one at a time."""
+        view, starts, ends = self._view, self._starts, self._ends
+        step = BATCH if isinstance(starts, list) else 1  # others may refuse from some blob on
+        borders = zip(starts, ends, strict=True)
+        while batch := [view[start:end] for start, end in islice(borders, step)]:
+            yield batch
 
     def _views(self, which: slice) -> list[memoryview]:
         # Not in __getitem__, where a comprehension would slow every access.
