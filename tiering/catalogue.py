@@ -74,6 +74,11 @@ class Catalogue:
         """What the catalogue takes on the disk, whether filled or not."""
         return self._env.granted_bytes
 
+    @property
+    def live_bytes(self) -> int:
+        """What rows and payloads take of that."""
+        return self._env.live_bytes()
+
     def share_room(self, claim: Callable[[int], bool], make_room: Callable[[], None]) -> None:
         """From now on ask `claim` before growing, and call `make_room` when the disk is full."""
         self._env.claim = claim

@@ -154,6 +154,13 @@ class Environment:
                     self._suspect = True
                     raise self._failed(error, "write") from error
 
+    def live_bytes(self) -> int:
+        """Pages in use; the rest of the map is free, though not in one piece."""
+        with self.reading() as txn:
+            found = [txn.stat(table) for table in self._tables.values()]
+        pages = ("branch_pages", "leaf_pages", "overflow_pages")
+        return sum(stat[kind] for stat in found for kind in pages) * _PAGE_BYTES
+
     def clear_dead_readers(self) -> int:
         """Free the slots of processes that died in a read; they would keep pages for ever."""
         with self._fence.reading():

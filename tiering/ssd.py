@@ -185,6 +185,8 @@ class SsdTier:
             "used_bytes": self.used_bytes,
             "free_bytes": self.free_bytes,
             "catalogue_bytes": self._catalogue.granted_bytes,
+            "catalogue_live_bytes": self._catalogue.live_bytes,
+            "damaged_namespaces": self._catalogue.damaged_namespaces,
             "boots": self._catalogue.boots,
             "readers": self._catalogue.n_readers(),
             **self._segments.stats(),

@@ -128,6 +128,14 @@ def test_room_that_was_just_deleted_can_be_used_at_once(env: Environment) -> Non
         _put(env, keys[0], bytes(60 * KIB))
 
 
+def test_live_pages_are_told_from_free_ones(env: Environment) -> None:
+    before = env.live_bytes()
+    _put(env, b"k", bytes(600 * KIB))
+    assert 600 * KIB < env.live_bytes() - before < 620 * KIB
+    _delete(env, b"k")
+    assert env.live_bytes() == before
+
+
 def test_growth_waits_for_readers_and_readers_for_growth(env: Environment) -> None:
     _put(env, b"k", b"value")
     inside, leave = threading.Event(), threading.Event()
