@@ -77,7 +77,7 @@ class Catalogue:
     @property
     def live_bytes(self) -> int:
         """What rows and payloads take of that."""
-        return self._env.live_bytes()
+        return self._env.live_bytes
 
     def share_room(self, claim: Callable[[int], bool], make_room: Callable[[], None]) -> None:
         """From now on ask `claim` before growing, and call `make_room` when the disk is full."""
@@ -196,9 +196,10 @@ class Catalogue:
         """Free what processes that died in a read still hold back; how many there were."""
         return self._env.clear_dead_readers()
 
+    @property
     def n_readers(self) -> int:
-        """Reader slots taken."""
-        return self._env.n_readers()
+        """Reader slots taken at the last commit."""
+        return self._env.n_readers
 
     def close(self) -> None:
         """Close the files; waits for reads in flight."""

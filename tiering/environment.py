@@ -93,6 +93,10 @@ class Environment:
         self._reserve_bytes = 0
         self._map_bytes = 0
         self._suspect = False
+        self.live_bytes = 0
+        """Pages in use after the last write; the rest of the map is free, though in pieces."""
+        self.n_readers = 0
+        """Reader slots in use or kept for reuse at the last write, of all processes."""
         self._tables: dict[bytes, Any] = {}
         self._env: lmdb.Environment = self._open()
         try:
@@ -154,22 +158,10 @@ class Environment:
                     self._suspect = True
                     raise self._failed(error, "write") from error
 
-    def live_bytes(self) -> int:
-        """Pages in use; the rest of the map is free, though not in one piece."""
-        with self.reading() as txn:
-            found = [txn.stat(table) for table in self._tables.values()]
-        pages = ("branch_pages", "leaf_pages", "overflow_pages")
-        return sum(stat[kind] for stat in found for kind in pages) * _PAGE_BYTES
-
     def clear_dead_readers(self) -> int:
         """Free the slots of processes that died in a read; they would keep pages for ever."""
         with self._fence.reading():
             return int(self._env.reader_check())
-
-    def n_readers(self) -> int:
-        """Reader slots in use or kept for reuse, of all processes."""
-        with self._fence.reading():
-            return int(self._env.info()["num_readers"])
 
     def close(self) -> None:
         """Wait for our readers, then close the files."""
@@ -180,13 +172,21 @@ class Environment:
         txn = self._env.begin(write=True)
         try:
             result = change(txn)
+            live_bytes = self._used_pages(txn) * _PAGE_BYTES
             self._disk.before_commit()
             txn.commit()
         except BaseException:
             txn.abort()
             raise
+        self.live_bytes = live_bytes
+        self.n_readers = self._env.info()["num_readers"]
         self._disk.after_commit()
         return result
+
+    def _used_pages(self, txn: lmdb.Transaction) -> int:
+        kinds = ("branch_pages", "leaf_pages", "overflow_pages")
+        found = [txn.stat(table) for table in self._tables.values()]
+        return sum(stat[kind] for stat in found for kind in kinds)
 
     def _turn_over(self) -> bool:
         """A transaction for its own sake: pages serve again only in the second after theirs."""
@@ -198,7 +198,7 @@ class Environment:
 
     def _open(self) -> lmdb.Environment:
         size = self._file.stat().st_size if self._file.exists() else 0
-        map_bytes = max(_FIRST_MAP_BYTES, size - self._reserve_wanted_bytes)
+        map_bytes = self._map_bytes or max(_FIRST_MAP_BYTES, size - self._reserve_wanted_bytes)
         try:
             env = lmdb.open(
                 str(self._directory),
@@ -233,6 +233,8 @@ class Environment:
                 f"the catalogue needs {format_size(wanted)} in {self._directory}, "
                 f"free are {format_size(self._disk.free_bytes(self._directory))}"
             )
+        else:
+            self._reserve_bytes = max(0, self._file.stat().st_size - self._map_bytes)
         self._open_tables()
         self._disk.sync_dir(self._directory)  # LMDB syncs its files, not their names
 

@@ -188,7 +188,7 @@ class SsdTier:
             "catalogue_live_bytes": self._catalogue.live_bytes,
             "damaged_namespaces": self._catalogue.damaged_namespaces,
             "boots": self._catalogue.boots,
-            "readers": self._catalogue.n_readers(),
+            "readers": self._catalogue.n_readers,
             **self._segments.stats(),
             **self._counts,
             "rows_dropped": dict(self._dropped),
