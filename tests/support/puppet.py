@@ -6,12 +6,14 @@ with Puppet(address) as puppet:
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from blobstore.clients import Client, Lease, Writer
+from blobstore.clients import AsyncClient, Client, Lease, Writer
 from tests.support.blobs import chain, count_right, opaque, payload_of, put
 from tests.support.program import ANSWER_S, Program, say
 
@@ -31,6 +33,7 @@ class _Actor:
     """The verbs. A context is named by the size of its blobs, a seed and their number."""
 
     def __init__(self, address: str) -> None:
+        self._address = address
         self.kv = Client(address, timeout_s=20.0)
         self.leases: list[Lease] = []
         self.views: list[memoryview] = []
@@ -45,6 +48,17 @@ class _Actor:
         """Leading blobs that are held; all of them are right."""
         namespace = opaque(nbytes)
         return count_right(self.kv, namespace, chain(namespace, seed, n))
+
+    def get_at_once(self, nbytes: int, seeds: list[int], threads: int) -> list[int]:
+        """Get one-blob contexts from so many threads, and from as many tasks of a loop."""
+        namespace = opaque(nbytes)
+
+        def one(seed: int) -> int:
+            return count_right(self.kv, namespace, chain(namespace, seed, 1))
+
+        with ThreadPoolExecutor(threads) as pool:
+            found = list(pool.map(one, seeds))
+        return found + asyncio.run(_get_at_once(self._address, nbytes, seeds))
 
     def flood(self, nbytes: int, seed: int, n: int) -> dict[str, int]:
         """Store `n` contexts of one blob each, and count the results."""
@@ -104,6 +118,19 @@ class _Actor:
         if how == "_exit":
             os._exit(0)
         sys.exit(0)
+
+
+async def _get_at_once(address: str, nbytes: int, seeds: list[int]) -> list[int]:
+    namespace = opaque(nbytes)
+    async with AsyncClient(address, timeout_s=20.0) as kv:
+        ns = await kv.namespace(namespace)
+
+        async def one(seed: int) -> int:
+            keys = chain(namespace, seed, 1)
+            async with kv.get(ns, keys) as lease:
+                return sum(lease[i] == payload_of(keys[i], nbytes) for i in range(len(lease)))
+
+        return await asyncio.gather(*(one(seed) for seed in seeds))
 
 
 def main(address: str) -> None:
