@@ -73,13 +73,21 @@ class Share:
 
     def __init__(self, ns: BoundNamespace, keys: Keys, numbers: tuple[int, ...]) -> None:
         self._n = len(keys)
-        tokens = ns.tokens_per_blob, ns.tokens(keys, self._n - 1)
-        self._runs = tuple(_joined(ns.parts(n, numbers)) for n in tokens)
-        self._blob_bytes = tuple(map(ns.layout.nbytes, tokens))
+        self._tokens = ns.tokens_per_blob, ns.tokens(keys, self._n - 1)
+        self._runs = tuple(_joined(ns.parts(n, numbers)) for n in self._tokens)
+        self._blob_bytes = tuple(map(ns.layout.nbytes, self._tokens))
 
     def runs(self, index: int) -> tuple[Run, ...]:
         """The bytes of blob `index`, in order: what a rank's buffer holds."""
         return self._runs[index == self._n - 1]
+
+    def tokens(self, index: int) -> int:
+        """Tokens of blob `index`."""
+        return self._tokens[index == self._n - 1]
+
+    def blob_nbytes(self, index: int) -> int:
+        """All bytes of blob `index`."""
+        return self._blob_bytes[index == self._n - 1]
 
     @property
     def sizes(self) -> list[int]:

@@ -16,8 +16,9 @@ import numpy as np
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.link import Link
 from blobstore.clients.steps import Call, Operation, ask, reason
-from blobstore.errors import BlobStoreError, InvalidRequest, WrongProcess
+from blobstore.errors import BlobStoreError, InvalidRequest, SizeMismatch, WrongProcess
 from blobstore.keys import Keys
+from blobstore.layout import Part
 from blobstore.protocol import Leased, Wait, Waited
 
 BATCH = 256
@@ -110,15 +111,19 @@ class LeaseBase(Sequence[memoryview]):
         return len(self._ns.reads)
 
     def parts(self, index: int) -> Sequence[memoryview]:
-        """A blob by layer range and head range, in place; with a shard, the rank's parts only."""
+        """A blob by layer range and head range, in place; with a shard, the rank's parts only.
+
+        Raises SizeMismatch for a blob of other tokens than the keys say, such as a tail
+        whose keys were made a list, which cannot say so.
+        """
         index = range(len(self))[index]
         if self._readable is not None:
             return _AwaitedParts(self, index)
         view, start = self._view, self._starts[index]
-        tokens = self._ns.tokens(self._keys, index)
+        parts = self._parts(index)
         return tuple(
-            view[start + part.offset : start + part.offset + part.nbytes]
-            for part in self._ns.parts(tokens, self._ns.reads)
+            view[start + parts[number].offset : start + parts[number].offset + parts[number].nbytes]
+            for number in self._ns.reads
         )
 
     def part(self, index: int, part: int) -> memoryview:
@@ -176,9 +181,25 @@ class LeaseBase(Sequence[memoryview]):
         """Where in blob `index` the part is, or the whole."""
         if part is None:
             return 0, self._ends[index] - self._offsets[index]
-        tokens = self._ns.tokens(self._keys, index)
-        found = self._ns.layout.parts(tokens)[self._ns.reads[part]]
+        found = self._parts(index)[self._ns.reads[part]]
         return found.offset, found.offset + found.nbytes
+
+    def _parts(self, index: int) -> tuple[Part, ...]:
+        """All parts of blob `index`; SizeMismatch unless they are what is there."""
+        tokens = self._ns.tokens(self._keys, index)
+        parts = self._ns.layout.parts(tokens)
+        nbytes = self._ends[index] - self._offsets[index]
+        check_size(index, nbytes, parts[-1].offset + parts[-1].nbytes, tokens)
+        return parts
+
+
+def check_size(index: int, nbytes: int, declared: int, tokens: int) -> None:
+    """SizeMismatch unless a blob has the size that the layout declares for its tokens."""
+    if nbytes != declared:
+        raise SizeMismatch(
+            f"blob {index} has {nbytes} bytes, the layout declares {declared} for {tokens} tokens: "
+            "a partial last blob is named by Keys with its tail_tokens"
+        )
 
 
 class _AwaitedParts(Sequence[memoryview]):

@@ -9,7 +9,7 @@ import numpy as np
 
 from blobstore.clients.bound import BoundNamespace, Share
 from blobstore.clients.buffers import Buffer, buffers_for
-from blobstore.clients.lease import LeaseBase
+from blobstore.clients.lease import LeaseBase, check_size
 from blobstore.clients.link import Ticket
 from blobstore.clients.operations import ask_in
 from blobstore.clients.steps import Call, Operation, Posted, Work, checked, reason
@@ -97,6 +97,7 @@ def _nothing(why: str) -> Leased:
 
 def _copy_out(lease: LeaseBase, window: range, share: Share, targets: list[Buffer]) -> None:
     for index, payload in zip(window, lease, strict=False):
+        check_size(index, payload.nbytes, share.blob_nbytes(index), share.tokens(index))
         source, at = np.frombuffer(payload, np.uint8), 0
         for start, end in share.runs(index):
             targets[index].load(at, source[start:end])
