@@ -21,8 +21,10 @@ from blobstore.digest import payload_digest, piece_digests
 from blobstore.errors import (
     BY_CODE,
     BlobStoreError,
+    DeadlineExceeded,
     Full,
     InvalidRequest,
+    Retryable,
     StorageFailed,
     WrongProcess,
 )
@@ -31,7 +33,17 @@ from blobstore.protocol import Done, Reserved, Seal, Sealed, SealParts
 
 DURABLE = "durable"
 
-_NO_ROOM = frozenset({"no_room", "lent_bytes", "too_large"})
+_KINDS: dict[str, type[BlobStoreError]] = BY_CODE | {
+    "no_room": Full, "lent_bytes": Full, "too_large": Full,
+    "expired": DeadlineExceeded,
+    "orphan": Retryable, "gone": Retryable, "aborted": Retryable, "writer_gone": Retryable,
+}  # fmt: skip
+"""What a durable put raises for a reason; StorageFailed for any other."""
+_MEANING = {
+    "invalid_request": "the daemon has no SSD tier, or it continues a volatile blob",
+    "orphan": "what it continues is not held: put that as well",
+    "too_large": "it is more than the daemon lends at once",
+}
 
 
 class WriterBase:
@@ -280,5 +292,7 @@ def check_durable(results: Sequence[str], reasons: Sequence[str]) -> None:
     """Raise for the first blob that was refused, if any: StorageFailed, Full, Unavailable, …"""
     for index, (result, why) in enumerate(zip(results, reasons, strict=True)):
         if result == "refused":
-            kind = BY_CODE.get(why, Full if why in _NO_ROOM else StorageFailed)
-            raise kind(f"blob {index} of a durable put was refused: {why}")
+            meaning = f" ({_MEANING[why]})" if why in _MEANING else ""
+            raise _KINDS.get(why, StorageFailed)(
+                f"blob {index} of a durable put was refused: {why}{meaning}"
+            )

@@ -22,8 +22,10 @@ from blobstore.clients import (
 from blobstore.digest import payload_digest, piece_digests
 from blobstore.errors import (
     BlobStoreError,
+    DeadlineExceeded,
     Full,
     InvalidRequest,
+    Retryable,
     StorageFailed,
     Unavailable,
 )
@@ -370,7 +372,8 @@ class TestDurable:
             ("lent_bytes", Full),
             ("io_error", StorageFailed),
             ("storage_failed", StorageFailed),
-            ("expired", StorageFailed),
+            ("expired", DeadlineExceeded),
+            ("gone", Retryable),
         ],
     )
     def test_a_refused_blob_raises_what_it_was_refused_for(
