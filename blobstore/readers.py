@@ -127,12 +127,9 @@ class Readers:
     def prefetch(self, ns: NamespaceState, keys: bytes, key_bytes: int) -> int:
         """Start to load leading blobs that are on SSD alone; how many are on their way."""
         items = self._items(ns, keys, key_bytes, wait_for_writers=False)
-        cold = [record for record in items if _is_cold(record)]
-        if not cold or self._loader is None:
-            return 0
         for record in items:
             self._residency.pin(record)
-        started = self._loader.begin(cold, stream=False)
+        started = self._begin(items, stream=False)
         for record in items:
             self._residency.unpin(record)
         return started
@@ -150,15 +147,16 @@ class Readers:
         n_asked = len(keys) // key_bytes
         items = self._items(ns, keys, key_bytes, wait_for_writers=wait_for_writers)
         origins = [_origin(record) for record in items]
-        reason = "" if len(items) == n_asked else "absent"
+        n_held = len(items)
+        reason = "" if n_held == n_asked else "absent"
         for record in items:  # nothing of the chain may be evicted while it is put together
             self._residency.pin(record)
         try:
             await self._begin_loads(items, stream, deadline_s)
             follow = wait_for_writers
             n, why = await self._readable(items, stream, follow, deadline_s)
-            if n < len(items):
-                reason = why
+            if n < n_held:
+                reason = why or "no_room"
             leading, origins = items[:n], origins[:n]
             self._count(leading, origins, n_asked - n, reason)
             unsealed = any(not record.packed for record in leading)
@@ -187,15 +185,48 @@ class Readers:
             items.append(record)
         return items
 
-    async def _begin_loads(self, items: Sequence[Record], stream: bool, deadline_s: float) -> None:
-        """Start to load what is on SSD alone, as far as there is room or is about to be."""
-        while self._loader is not None:
-            cold = [record for record in items if _is_cold(record)]
-            if not cold or self._loader.begin(cold, stream=stream) == len(cold):
-                return
-            if not self._residency.wiping_bytes or self._clock() >= deadline_s:
+    async def _begin_loads(self, items: list[Record], stream: bool, deadline_s: float) -> None:
+        """`_begin`, once more when room that is being wiped is there."""
+        while True:
+            self._begin(items, stream=stream)
+            waits = self._residency.wiping_bytes and self._clock() < deadline_s
+            if not waits or not any(map(_is_cold, items)):
                 return
             await self._residency.wiped()
+
+    def _begin(self, items: list[Record], *, stream: bool) -> int:
+        """Start to load what is on SSD alone, as far as there is room; how many found some.
+
+        `items` are pinned. If room is short they are cut and unpinned from the end, so
+        that a chain's end does not keep its head out.
+        """
+        started = 0
+        while self._loader is not None:
+            cold = [record for record in items if _is_cold(record)]
+            n = self._loader.begin(cold, stream=stream) if cold else 0
+            started += n
+            if n == len(cold) or self._residency.wiping_bytes:
+                break
+            if not self._let_go(items, items.index(cold[n])):
+                break
+        return started
+
+    def _let_go(self, items: list[Record], short: int) -> bool:
+        """Cut off the end of `items` that holds as much as is missing from `short` on; if any."""
+        missing = sum(record.nbytes for record in items[short:] if _is_cold(record))
+        n, freed = len(items), 0
+        while n > short + 1 and freed < missing:
+            n -= 1
+            if _is_cold(items[n]):
+                missing -= items[n].nbytes
+            elif items[n].packed:
+                freed += items[n].nbytes
+        if not freed:
+            return False
+        for record in items[n:]:
+            self._residency.unpin(record, used=False)
+        del items[n:]
+        return True
 
     async def _readable(
         self, items: list[Record], stream: bool, follow: bool, deadline_s: float
