@@ -204,3 +204,5 @@ async def _in_thread(function: Callable[[], Any]) -> Any:
             with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.wait([future])
         raise
+    finally:
+        del future  # it holds the exception, whose traceback holds this frame

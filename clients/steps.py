@@ -93,6 +93,9 @@ def checked(reply: Reply, expected: type[R]) -> R:
 
 def reason(error: BlobStoreError) -> str:
     """Why something is a miss. Raises `error` again if it is the caller's own mistake."""
-    if isinstance(error, InvalidRequest | WrongProcess) and not isinstance(error, StaleBoot):
-        raise error
-    return error.code
+    try:
+        if isinstance(error, InvalidRequest | WrongProcess) and not isinstance(error, StaleBoot):
+            raise error
+        return error.code
+    finally:
+        del error  # its traceback holds this frame, and others with views of leased bytes
