@@ -303,12 +303,18 @@ class Index:
     def warm(self, state: NamespaceState, keys: bytes, key_bytes: int, n: int) -> int:
         """How many of the `n` leading keys, which are held, are readable in DRAM.
 
-        An estimate where a blob was appended to one that is on SSD alone.
+        An estimate where a blob was appended to one that is on SSD alone: then the
+        end of a chain may be readable and what it continues not, so the end tells nothing.
         """
-        blobs = state.blobs
-        return first_false(
-            n, lambda i: bool(blobs[keys[i * key_bytes : (i + 1) * key_bytes]].packed)
-        )
+        get = state.blobs.get
+
+        def cold(i: int) -> bool:
+            record = get(keys[i * key_bytes : (i + 1) * key_bytes])
+            return record is None or not record.packed
+
+        if n == 0 or cold(0):
+            return 0
+        return bisect_left(range(n), 1, lo=1, key=cold)
 
 
 def first_false(n: int, test: Callable[[int], bool]) -> int:
