@@ -7,7 +7,7 @@ AsyncClient itself.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Self
@@ -43,6 +43,9 @@ class Blocking:
         self._run(self._client.close())
         self._runner.close()
 
+    def get(self, *args: Any, **options: Any) -> _Lease:
+        return _Lease(self._runner, self._run(self._client.get(*args, **options)))
+
     def put(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
         return _Writer(self._runner, self._run(self._client.put(*args, **options)))
 
@@ -51,10 +54,35 @@ class Blocking:
         return lambda *args, **options: self._run(method(*args, **options))
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        async def run() -> Any:
-            return await coroutine
+        return _run(self._runner, coroutine)
 
-        return self._runner.run(run())
+
+class _Lease(Sequence[memoryview]):
+    def __init__(self, runner: asyncio.Runner, lease: Any) -> None:
+        self._runner = runner
+        self._lease = lease
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        _run(self._runner, self._lease.__aexit__(*exc_info))
+
+    def __len__(self) -> int:
+        return len(self._lease)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._lease[index]
+
+    def __iter__(self) -> Iterator[memoryview]:
+        return iter(self._lease)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._lease, name)
+
+    def wait(self, *args: Any, **options: Any) -> bool:
+        waited: bool = _run(self._runner, self._lease.wait(*args, **options))
+        return waited
 
 
 class _Writer:
@@ -71,7 +99,7 @@ class _Writer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._runner.run(self._writer.__aexit__(kind, error, trace))
+        _run(self._runner, self._writer.__aexit__(kind, error, trace))
 
     def __getitem__(self, index: int) -> memoryview:
         view: memoryview = self._writer[index]
@@ -84,13 +112,39 @@ class _Writer:
         return getattr(self._writer, name)
 
     def seal(self) -> None:
-        self._runner.run(self._writer.seal())
+        _run(self._runner, self._writer.seal())
 
     def seal_parts(self, *args: Any) -> bool:
-        sealed: bool = self._runner.run(self._writer.seal_parts(*args))
+        sealed: bool = _run(self._runner, self._writer.seal_parts(*args))
         return sealed
+
+
+def _run(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:
+    """The outcome. An exception leaves no reference cycle, as none does inside a loop."""
+
+    async def run() -> tuple[Any, Exception | None]:
+        try:
+            return await coroutine, None
+        except Exception as error:
+            return None, error
+
+    result, error = runner.run(run())
+    try:
+        if error is not None:
+            raise error
+        return result
+    finally:
+        del error
 
 
 def connect(kind: str, address: str, **options: Any) -> Any:
     """A client of either kind."""
     return Client(address, **options) if kind == "threads" else Blocking(address, **options)
+
+
+def disconnect(kv: Any) -> None:
+    """Close a client of either kind; later calls can still be made."""
+    if isinstance(kv, Blocking):
+        kv._run(kv._client.close())
+    else:
+        kv.close()
