@@ -323,17 +323,24 @@ class Segments:
         return handle
 
     def _write_header(self, handle: Handle, place: int, nbytes: int) -> Handle:
+        """The handle to use from now on; `handle` stays open if this raises."""
         header = memoryview(encode_header(place, nbytes, self._store_id).ljust(HEADER_BYTES, b"\0"))
         try:
             transfer.write(self._disk, handle, 0, header)
         except OSError as error:
             if error.errno != errno.EINVAL or not handle.direct:
                 raise
-            # Some file systems accept the flag and refuse the I/O.
-            self._disk.close(handle)
-            handle = self._disk.open(handle.path, create=False, direct=False)
-            transfer.write(self._disk, handle, 0, header)
-        return handle
+        else:
+            return handle
+        # Some file systems accept the flag and refuse the I/O.
+        buffered = self._disk.open(handle.path, create=False, direct=False)
+        try:
+            transfer.write(self._disk, buffered, 0, header)
+        except BaseException:
+            self._disk.close(buffered)
+            raise
+        self._disk.close(handle)
+        return buffered
 
     def _look_at(self, place: int) -> tuple[Handle | None, int]:
         """The handle of a file that was found, or None if it is not ours; and its size."""

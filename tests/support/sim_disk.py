@@ -107,9 +107,22 @@ class SimDisk:
         self.before_step = lambda name, path: None
         self.history.clear()
 
+    @property
+    def n_open(self) -> int:
+        """Files that are open."""
+        return len(self._open)
+
     def allocated_total(self) -> int:
         """Bytes of all blocks of all files that have a name."""
         return sum(len(file.seen.blocks) for file in self._files.values()) * BLOCK_BYTES
+
+    def rot(self, path: Path, offset: int) -> None:
+        """Flip a byte of what is stored."""
+        number, at = divmod(offset, BLOCK_BYTES)
+        for content in (self._files[path].seen, self._files[path].safe):
+            block = bytearray(content.blocks.get(number, bytes(BLOCK_BYTES)))
+            block[at] ^= 0xFF
+            content.blocks[number] = bytes(block)
 
     def open(self, path: Path, *, create: bool, direct: bool) -> Handle:
         self._step("create" if create else "open", path)

@@ -205,14 +205,32 @@ def test_a_disk_that_cannot_prepare_room_is_written_all_the_same() -> None:
     assert _get(segments, _put(segments, _data(MIB))) == _data(MIB)
 
 
-def test_a_file_system_that_accepts_direct_io_and_refuses_it_is_used_through_the_cache() -> None:
-    class Treacherous(SimDisk):
-        def pwritev(self, handle: Handle, views: Sequence[memoryview], offset: int) -> None:
-            if handle.direct:
-                raise OSError(errno.EINVAL, "Invalid argument")
-            super().pwritev(handle, views, offset)
+class _Treacherous(SimDisk):
+    """Accepts the flag for direct I/O, and refuses the I/O."""
 
-    segments = _segments(Treacherous())
+    def pwritev(self, handle: Handle, views: Sequence[memoryview], offset: int) -> None:
+        if handle.direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        super().pwritev(handle, views, offset)
+
+
+def test_a_fault_after_direct_io_was_refused_leaves_nothing_open() -> None:
+    disk = _Treacherous()
+    segments = _segments(disk)
+    extent = segments.allocate(70_000)
+    disk.before_step = _failing("pwritev")
+    with pytest.raises(StorageFailed):
+        segments.write(extent, 0, memoryview(_data(70_000)))
+    assert disk.n_open == 0
+    disk.before_step = _failing()
+    segments.write(extent, 0, memoryview(_data(70_000)))
+    assert disk.n_open == 1
+    segments.close()
+    assert disk.n_open == 0
+
+
+def test_a_file_system_that_accepts_direct_io_and_refuses_it_is_used_through_the_cache() -> None:
+    segments = _segments(_Treacherous())
     assert _get(segments, _put(segments, _data(70_000))) == _data(70_000)
     assert segments.stats()["direct"] is False
 
