@@ -11,7 +11,7 @@ import errno
 import re
 import threading
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
@@ -312,7 +312,8 @@ class Segments:
         try:
             nbytes = self._placement.segments[place]
             self._disk.truncate(handle, nbytes)
-            handle = self._write_header(handle, place, nbytes)
+            header = self._header(place, nbytes)
+            handle = self._first_io(handle, lambda h: transfer.write(self._disk, h, 0, header))
             self._disk.sync(handle)
             self._disk.sync_dir(self._directory)
         except OSError:
@@ -322,20 +323,19 @@ class Segments:
             raise
         return handle
 
-    def _write_header(self, handle: Handle, place: int, nbytes: int) -> Handle:
-        """The handle to use from now on; `handle` stays open if this raises."""
-        header = memoryview(encode_header(place, nbytes, self._store_id).ljust(HEADER_BYTES, b"\0"))
+    def _first_io(self, handle: Handle, move: Callable[[Handle], None]) -> Handle:
+        """Do `move`; the handle to use from now on. `handle` stays open if this raises."""
         try:
-            transfer.write(self._disk, handle, 0, header)
+            move(handle)
         except OSError as error:
             if error.errno != errno.EINVAL or not handle.direct:
                 raise
         else:
             return handle
-        # Some file systems accept the flag and refuse the I/O.
+        # Some file systems accept the flag for direct I/O and refuse the I/O.
         buffered = self._disk.open(handle.path, create=False, direct=False)
         try:
-            transfer.write(self._disk, buffered, 0, header)
+            move(buffered)
         except BaseException:
             self._disk.close(buffered)
             raise
@@ -351,11 +351,12 @@ class Segments:
             return None, nbytes
         block = bytearray(HEADER_BYTES)
         try:
-            transfer.read(self._disk, handle, 0, memoryview(block))
+            into = memoryview(block)
+            handle = self._first_io(handle, lambda h: transfer.read(self._disk, h, 0, into))
             owner = owner_of(bytes(block), place, self._store_id)
             if owner is Owner.DAMAGED:
                 self._counts["headers_repaired"] += 1
-                handle = self._write_header(handle, place, nbytes)
+                transfer.write(self._disk, handle, 0, self._header(place, nbytes))
         except BaseException:
             self._disk.close(handle)
             raise
@@ -373,6 +374,9 @@ class Segments:
             self._disk.close(handle)
             with suppress(OSError):
                 self._disk.unlink(self._path(place))
+
+    def _header(self, place: int, nbytes: int) -> memoryview:
+        return memoryview(encode_header(place, nbytes, self._store_id).ljust(HEADER_BYTES, b"\0"))
 
     def _path(self, place: int) -> Path:
         return self._directory / f"{place:08d}.seg"

@@ -213,6 +213,11 @@ class _Treacherous(SimDisk):
             raise OSError(errno.EINVAL, "Invalid argument")
         super().pwritev(handle, views, offset)
 
+    def preadv(self, handle: Handle, views: Sequence[memoryview], offset: int) -> None:
+        if handle.direct:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        super().preadv(handle, views, offset)
+
 
 def test_a_fault_after_direct_io_was_refused_leaves_nothing_open() -> None:
     disk = _Treacherous()
@@ -230,9 +235,14 @@ def test_a_fault_after_direct_io_was_refused_leaves_nothing_open() -> None:
 
 
 def test_a_file_system_that_accepts_direct_io_and_refuses_it_is_used_through_the_cache() -> None:
-    segments = _segments(_Treacherous())
-    assert _get(segments, _put(segments, _data(70_000))) == _data(70_000)
+    disk = _Treacherous()
+    segments = _segments(disk)
+    extent = _put(segments, _data(70_000))
+    assert _get(segments, extent) == _data(70_000)
     assert segments.stats()["direct"] is False
+    disk.restart("kept", 0)
+    found = _segments(disk, spans=[(extent.place, extent.offset, extent.nbytes)])
+    assert _get(found, extent) == _data(70_000)
 
 
 def test_through_the_cache_everything_works_the_same() -> None:
