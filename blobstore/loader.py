@@ -30,7 +30,7 @@ STEP_BYTES = 8 * PIECE_BYTES
 """One read: long enough that the cost of handing it to a thread does not show."""
 
 STREAM_STEP_BYTES = 2 * PIECE_BYTES
-"""One read of a load that somebody follows layer by layer."""
+"""Read and checked at a time; one step of a load that somebody follows layer by layer."""
 
 
 @dataclass(slots=True)
@@ -144,19 +144,24 @@ class Loader:
         """Read and check one step (work). Raises Corrupt or StorageFailed."""
         record = load.record
         assert record.dram is not None
-        into = self._arena[record.dram.offset + start : record.dram.offset + end]
-        # A second read tells a fault on the way from one on the disk.
-        for _ in range(2):
-            if isinstance(load.place, Extent):
-                self._ssd.read(load.place, start, into)
-            else:
-                self._ssd.read_inline(record.ns.id, record.key, into)
-            if first_bad_piece(into, start // PIECE_BYTES, record.pieces) is None:
-                break
-        else:
-            raise Corrupt(f"blob {record.key.hex()[:12]} on ssd fails its digest")
+        # Read and checked in turns, so that one lane's disk works while another's processor does.
+        for at in range(start, max(end, start + 1), STREAM_STEP_BYTES):
+            until = min(at + STREAM_STEP_BYTES, end)
+            into = self._arena[record.dram.offset + at : record.dram.offset + until]
+            self._read_unit(load, at, into)
         if payload_digest(record.nbytes, record.pieces) != record.digest:
             raise Corrupt(f"blob {record.key.hex()[:12]}: piece digests contradict the payload's")
+
+    def _read_unit(self, load: _Load, at: int, into: memoryview) -> None:
+        record = load.record
+        for _ in range(2):  # a second read tells a fault on the way from one on the disk
+            if isinstance(load.place, Extent):
+                self._ssd.read(load.place, at, into)
+            else:
+                self._ssd.read_inline(record.ns.id, record.key, into)
+            if first_bad_piece(into, at // PIECE_BYTES, record.pieces) is None:
+                return
+        raise Corrupt(f"blob {record.key.hex()[:12]} on ssd fails its digest")
 
     def _fail(self, load: _Load, reason: str) -> None:
         load.failure = load.failure or reason

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from blobstore import protocol
 from blobstore.connection import NOT_A_MESSAGE, Connection
-from blobstore.errors import BlobStoreError, ProtocolError, SetupError
+from blobstore.errors import BlobStoreError, Busy, ProtocolError, SetupError
 from blobstore.holder import Holder
 from blobstore.store import Store
 from blobstore.transports import framing
@@ -116,7 +116,8 @@ class LocalDoor:
                 await asyncio.sleep(0.1)
                 continue
             if len(self._connections) + len(self._handshakes) >= self._connections_max:
-                peer.close()
+                peer.setblocking(False)
+                _refuse(peer, Busy(f"{self._connections_max} connections are open, the most"))
                 continue
             task = loop.create_task(self._welcome(peer))
             self._handshakes.add(task)

@@ -9,7 +9,7 @@ from concurrent.futures import Executor
 from typing import Any
 
 from blobstore.digest import PIECE_BYTES, first_bad_piece, payload_digest
-from blobstore.errors import BlobStoreError
+from blobstore.errors import BlobStoreError, Busy
 from blobstore.index import Index, Record
 from blobstore.residency import Residency
 from blobstore.tiering.ssd import SsdTier
@@ -40,9 +40,19 @@ class Scrub:
         self._quarantine_dram = quarantine_dram
         self._pool = pool
         self._clock = clock
+        self._running = False
 
     async def run(self, timeout_s: float) -> dict[str, Any]:
-        """A report; `complete` is false if time ran out first."""
+        """A report; `complete` is false if time ran out first. Raises Busy if one is under way."""
+        if self._running:
+            raise Busy("a verify is under way already")
+        self._running = True
+        try:
+            return await self._run(timeout_s)
+        finally:
+            self._running = False
+
+    async def _run(self, timeout_s: float) -> dict[str, Any]:
         deadline_s = self._clock() + timeout_s
         report: dict[str, Any] = {
             "complete": True, "blobs": 0, "copies": 0, "bytes": 0, "corrupt": [], "unreadable": [],

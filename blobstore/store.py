@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Iterable
@@ -35,6 +36,8 @@ from blobstore.tiering.ssd import SsdTier
 from blobstore.turns import Turns
 from blobstore.writeback import Writeback
 from blobstore.writers import Writers
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 MAINTAIN_S = 60.0
@@ -204,11 +207,12 @@ class Store:
         if namespace.id not in self.index.namespaces:
             if len(self.index.namespaces) >= NAMESPACES_MAX:
                 raise Busy(f"{NAMESPACES_MAX} namespaces are declared, the most there may be")
-            state = self.index.declare(namespace)
+            # On disk first: a row of a namespace that is not there cannot be committed.
             if self._ssd is not None:
                 await asyncio.get_running_loop().run_in_executor(
-                    self._write_pool, self._ssd.declare, state.id, encoded
+                    self._write_pool, self._ssd.declare, namespace.id, encoded
                 )
+            self.index.declare(namespace)
         return namespace.id
 
     def match(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> tuple[int, int, float]:
@@ -371,12 +375,16 @@ class Store:
             self._maintain_at_s = now_s + MAINTAIN_S
             if self._ssd is not None and self._writeback is not None:
                 self._writeback.persist_uses()
-                asyncio.get_running_loop().run_in_executor(self._write_pool, self._ssd.maintain)
+                work = asyncio.get_running_loop().run_in_executor
+                work(self._write_pool, self._ssd.maintain).add_done_callback(_log_fault)
 
     async def _tick_forever(self) -> None:
         while True:
             await asyncio.sleep(TICK_S)
-            self.tick()
+            try:
+                self.tick()
+            except Exception:  # expiries must go on, whatever one of them met
+                log.exception("what was due by the clock failed")
 
     def _adopt_rows(self) -> None:
         """Build the index from the catalogue."""
@@ -468,6 +476,11 @@ class Store:
         self.residency.settle(record)
         if above is not None:
             self.residency.settle(above)
+
+
+def _log_fault(maintenance: asyncio.Future[None]) -> None:
+    if not maintenance.cancelled() and (fault := maintenance.exception()) is not None:
+        log.error("maintenance of the ssd failed", exc_info=fault)
 
 
 def _make_arena(settings: StoreSettings) -> Arena:
