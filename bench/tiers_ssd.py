@@ -152,11 +152,11 @@ class _Disk:
             started_s = time.perf_counter()
             with kv.get(ns, keys, timeout_s=60.0, stream=True) as lease:
                 for number in range(len(keys)):
-                    lease.wait(number, 0, timeout_s=60.0)
+                    require(lease.wait(number, 0, timeout_s=60.0), "each first part came")
                 taken_s = time.perf_counter() - started_s
                 for number in range(len(keys)):
-                    lease.wait(number, LAYERS - 1, timeout_s=60.0)
-                require(len(lease) == len(keys), "the whole context was leased")
+                    require(lease.wait(number, LAYERS - 1, timeout_s=60.0), "each last part came")
+                require(lease.served == {"ssd": len(keys)}, "the whole context came from ssd")
             return taken_s
 
         pairs = alternate(
