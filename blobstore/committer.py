@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Executor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from blobstore.backoff import Backoff
 from blobstore.errors import BlobStoreError, Full, StorageFailed
-from blobstore.index import Record
+from blobstore.index import NamespaceState, Record, Retention
+from blobstore.tiering.row import HOLE
 from blobstore.tiering.ssd import Row, SsdTier
 from blobstore.tiering.tier import Extent
 
@@ -82,14 +83,18 @@ class Committer:
         self._wall_offset_s = wall_offset_s
         self._written: list[Written] = []
         self._removals: list[_Removal] = []
+        self._declared: set[NamespaceState] = set()
         self._rewrites: set[Record] = set()
         self._rewriting: set[Record] = set()
         """Rewrites in the commit under way."""
+        self._hollows: dict[Record, Extent | bool] = {}
+        """Rows to be written without payload, and where that lies."""
         self._used: set[Record] = set()
         """Used since their rows were written: at most all that are on SSD."""
         self._uses_due = False
         self._busy = False
         self._removing = False
+        self._freeing: set[asyncio.Future[None]] = set()
         self.leaving_bytes = 0
         """Removed, and not free yet."""
         self._wanted = asyncio.Event()
@@ -98,12 +103,13 @@ class Committer:
     @property
     def pending(self) -> bool:
         """Something waits for a commit, or is in one; times of use do not count."""
-        return bool(self._written or self._removals or self._rewrites or self._busy)
+        waiting = self._written or self._removals or self._rewrites or self._hollows
+        return bool(waiting or self._busy or self._freeing)
 
     @property
     def removing(self) -> bool:
         """Bytes are on their way out, and free once a round is over."""
-        return self._removing or bool(self._removals)
+        return self._removing or bool(self._removals or self._due_hollows())
 
     def add(self, item: Written) -> None:
         """Commit a row for the blob as soon as its parent has one, or comes along."""
@@ -118,6 +124,26 @@ class Committer:
         self._removals.append(_Removal(record.ns.id, record.key, record.ssd))
         self.leaving_bytes += _nbytes(record.ssd)
         record.ssd = False
+        self._wanted.set()
+
+    def hollow(self, record: Record) -> None:
+        """Take the blob's payload off the disk; its row stays, as a stub.
+
+        While the blob is dirty its row waits for the new payload.
+        """
+        assert record.ssd is not False
+        self._used.discard(record)
+        self._rewrites.discard(record)
+        self._hollows[record] = record.ssd
+        self.leaving_bytes += _nbytes(record.ssd)
+        record.ssd, record.stub = False, True
+        self._wanted.set()
+
+    def remove_stub(self, record: Record) -> None:
+        """Take the row of a blob that has no payload off the disk."""
+        record.stub = False
+        place = self._hollows.pop(record, False)
+        self._removals.append(_Removal(record.ns.id, record.key, place))
         self._wanted.set()
 
     def rewrite(self, record: Record) -> None:
@@ -159,9 +185,9 @@ class Committer:
             self._wanted.clear()
             batch = self._committable()
             error = None
-            if batch or self._removals or self._rewrites or self._uses_due:
+            if batch or self._has_work():
                 error = await self._commit(batch)
-                if self._written or self._removals or self._rewrites or self._uses_due:
+                if self._written or self._has_work():
                     self._wanted.set()
             self._end_round(error)
             if error is not None:
@@ -174,6 +200,17 @@ class Committer:
             self._uses_due = True
             if await self._commit([]) is not None:
                 return
+
+    def _has_work(self) -> bool:
+        """Besides new rows."""
+        due = self._removals or self._rewrites or self._uses_due or self._due_hollows()
+        return bool(due)
+
+    def _due_hollows(self, coming: Set[Record] = frozenset()) -> dict[Record, Extent | bool]:
+        """Payloads to give up now: a blob that is being saved anew keeps its row until then."""
+        if not self._hollows:
+            return {}
+        return {r: at for r, at in self._hollows.items() if not r.dirty or r in coming}
 
     def _end_round(self, error: BlobStoreError | None) -> None:
         rounds, self._rounds = self._rounds, []
@@ -194,7 +231,7 @@ class Committer:
             record, parent = item.record, item.record.parent
             if record.gone or not _can_be_reached(parent, coming):
                 self._not_saved(item, Full("its parent is not on ssd"))
-            elif parent is not None and parent.ssd is False and parent not in coming:
+            elif parent is not None and not parent.has_row and parent not in coming:
                 later.append(item)
             elif len(batch) < ROWS_PER_COMMIT_MAX:
                 batch.append(item)
@@ -207,36 +244,58 @@ class Committer:
     async def _commit(self, batch: list[Written]) -> BlobStoreError | None:
         removals, self._removals = self._removals, []
         rewrites, self._rewrites = self._rewrites, set()
+        hollows = self._due_hollows({item.record for item in batch})
+        self._hollows = {r: at for r, at in self._hollows.items() if r not in hollows}
         offset_s = self._wall_offset_s()
-        add = [(_row(item.record, item.extent, offset_s), self._inline(item)) for item in batch]
+        add: list[tuple[Row, memoryview | None]] = [
+            (replace(_row(record, None, offset_s), retention=HOLE), None) for record in hollows
+        ]
+        add += [(_row(item.record, item.extent, offset_s), self._inline(item)) for item in batch]
         add += [(_row(record, record.ssd, offset_s), None) for record in rewrites]
+        said = {r: r.retention for r in (*(item.record for item in batch), *rewrites)}
         remove = [(removal.namespace_id, removal.key) for removal in removals]
         touch = [(r.ns.id, r.key, r.last_used + offset_s) for r in self._uses()]
+        spaces = {record.ns for record in said} - self._declared
+
+        def work() -> None:
+            for space in spaces:
+                self._ssd.declare(space.id, space.namespace.encode())
+            self._ssd.commit(add, remove, touch)
+
         self._rewriting = rewrites
-        self._busy, self._removing = True, bool(removals)
+        self._busy, self._removing = True, bool(removals or hollows)
+        error: BlobStoreError | None = None
         try:
-            await asyncio.get_running_loop().run_in_executor(
-                self._commit_pool, self._ssd.commit, add, remove, touch
-            )
+            await asyncio.get_running_loop().run_in_executor(self._commit_pool, work)
         except Exception as fault:
             error = typed(fault)
             self._outcomes.failed(error)
             self._removals = removals + self._removals
+            self._keep_hollows(hollows)
             self._rewrites |= {record for record in rewrites if record.ssd is not False}
             for item in batch:
                 self._not_saved(item, error)
         else:
-            error = None
             self._backoff.success()
+            self._declared |= spaces
+            self._rewrites |= _outdated(said, rewrites)
             for item in batch:
                 self._outcomes.saved(item)
-            await self._free([removal.extent for removal in removals])
+            await self._free_all([*(removal.extent for removal in removals), *hollows.values()])
         finally:
             self._busy = self._removing = False
             self._rewriting = set()
         for record in rewrites:
             self._outcomes.rewritten(record, error)
         return error
+
+    def _keep_hollows(self, hollows: Mapping[Record, Extent | bool]) -> None:
+        """They could not be committed: again next time, if they are still wanted."""
+        for record, place in hollows.items():
+            if record.stub:
+                self._hollows[record] = place
+            else:
+                self._removals.append(_Removal(record.ns.id, record.key, place))
 
     def _inline(self, item: Written) -> memoryview | None:
         return self._view(item.record) if item.extent is None else None
@@ -251,22 +310,27 @@ class Committer:
 
     def _not_saved(self, item: Written, error: BlobStoreError) -> None:
         if item.extent is not None:
-            work = asyncio.get_running_loop().run_in_executor
-            work(self._free_pool, self._ssd.free, item.extent).add_done_callback(_log_fault)
+            self._free(item.extent)
         self._outcomes.not_saved(item, error)
 
-    async def _free(self, extents: Sequence[Extent | bool]) -> None:
-        """Free what was removed, on threads: holes are punched."""
+    def _free(self, extent: Extent) -> asyncio.Future[None]:
+        """Free an extent on a thread: that may punch holes."""
         loop = asyncio.get_running_loop()
-        frees = [
-            loop.run_in_executor(self._free_pool, self._ssd.free, extent)
-            for extent in extents
-            if isinstance(extent, Extent)
-        ]
+        free = loop.run_in_executor(self._free_pool, self._ssd.free, extent)
+        self._freeing.add(free)
+        free.add_done_callback(self._freed)
+        return free
+
+    def _freed(self, free: asyncio.Future[None]) -> None:
+        self._freeing.discard(free)
+        if not free.cancelled() and (fault := free.exception()) is not None:
+            log.error("an extent could not be freed", exc_info=fault)
+
+    async def _free_all(self, extents: Sequence[Extent | bool]) -> None:
+        """Free what was removed."""
+        frees = [self._free(extent) for extent in extents if isinstance(extent, Extent)]
         if frees:
             await asyncio.wait(frees)
-        for free in frees:
-            _log_fault(free)
         self.leaving_bytes -= sum(map(_nbytes, extents))
 
 
@@ -278,20 +342,24 @@ def typed(fault: Exception) -> BlobStoreError:
     return StorageFailed(f"{type(fault).__name__}: {fault}")
 
 
-def _log_fault(free: asyncio.Future[None]) -> None:
-    if not free.cancelled() and (fault := free.exception()) is not None:
-        log.error("an extent could not be freed", exc_info=fault)
-
-
 def _nbytes(place: Extent | bool) -> int:
     return place.nbytes if isinstance(place, Extent) else 0
+
+
+def _outdated(said: Mapping[Record, Retention], rewritten: Set[Record]) -> set[Record]:
+    """Records whose retention was raised, or given up, while a commit of it was under way."""
+    return {
+        record
+        for record, was in said.items()
+        if record.retention is not was and (record.ssd is not False or record not in rewritten)
+    }
 
 
 def _can_be_reached(parent: Record | None, coming: set[Record]) -> bool:
     """The parent is on SSD, or on its way there."""
     if parent is None:
         return True
-    return not parent.gone and (parent.ssd is not False or parent.dirty or parent in coming)
+    return not parent.gone and (parent.has_row or parent.dirty or parent in coming)
 
 
 def _row(record: Record, place: Extent | bool | None, wall_offset_s: float) -> Row:

@@ -130,8 +130,7 @@ class Residency:
         for record in records:
             extent = self._allocate(record.nbytes, loading)
             if extent is None:
-                for undo in taken:
-                    self.give_back(undo)
+                self._untake(taken)
                 return False
             record.dram = extent
             taken.append(record)
@@ -273,6 +272,12 @@ class Residency:
             above = self._index.discard(record)
             if above is not None:
                 self.settle(above)
+
+    def _untake(self, records: Sequence[Record]) -> None:
+        for record in records:
+            assert record.dram is not None
+            self._dram.free(record.dram)  # unused: nothing of the record's to wipe
+            record.dram = None
 
     def _allocate(self, nbytes: int, loading: bool) -> Extent | None:
         try:

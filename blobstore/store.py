@@ -398,8 +398,12 @@ class Store:
             state = self.index.namespaces[row.namespace]
             record = Record(state, row.key, None, row.nbytes, row.tokens)
             record.digest, record.pieces = row.digest, row.pieces
-            record.retention = Retention.parse(row.retention)
-            record.ssd = True if row.extent is None else row.extent
+            if row.is_hole:
+                record.hole = record.stub = True
+                self.index.n_holes += 1
+            else:
+                record.retention = Retention.parse(row.retention)
+                record.ssd = True if row.extent is None else row.extent
             record.last_used = row.last_used_wall_s - offset_s
             state.blobs[row.key] = record
             if row.parent:
@@ -454,7 +458,10 @@ class Store:
         if self._writeback is None or record.gone:
             return
         self.counters.corrupt += 1
-        self._writeback.remove(record)
+        if record.packed or record.has_children:
+            self._writeback.hollow(record)
+        else:
+            self._writeback.remove(record)
         if record.packed:
             self._writeback.save(record)
             self.residency.settle(record)

@@ -62,6 +62,7 @@ class Writeback:
             ssd, self, self._view, self._backoff, commit_pool, pool, wall_offset_s
         )
         self._room = SsdRoom(ssd, self._committer, index, residency, policy, counters)
+        index.on_stub_gone = self._committer.remove_stub
         self._queue: deque[Record] = deque()
         self._durable: dict[Record, list[asyncio.Future[None]]] = {}
         self._work = asyncio.Event()
@@ -96,6 +97,8 @@ class Writeback:
         chain: list[Record] = []
         node: Record | None = record
         while node is not None and node.ssd is False and not node.dirty:
+            if node.stub and node is not record:
+                break
             if node.retention is Retention.VOLATILE or not node.packed:
                 self._give_up(record, Full("what it continues cannot be on ssd"))
                 return
@@ -143,10 +146,19 @@ class Writeback:
         self._room.remove(record)
         self._tell(record, Full("it was dropped before it was durable"))
 
+    def hollow(self, record: Record) -> None:
+        """The copy on the disk is rotten: let go of it, but keep a row for what continues it.
+
+        The row stays as it is while the blob is saved anew, and is replaced in one commit.
+        The caller settles the record, and saves it if it can.
+        """
+        self._room.hollow(record)
+
     def saved(self, item: Written) -> None:
         """As Outcomes.saved."""
         record = item.record
         record.ssd = True if item.extent is None else item.extent
+        record.stub = False
         self._counters.saved_blobs += 1
         self._counters.saved_bytes += record.nbytes
         if record.gone:

@@ -1,0 +1,698 @@
+"""The whole store against a dict: any order of calls, threads, time, faults and crashes.
+
+Runs in a simulation (tests/support/simulation.py), so that an example is told by
+its steps and seed alone. After every step the books must balance
+(tests/support/store_audit.py), every readable byte must be one that was sealed
+under its key, and every lease must show what it showed when it was given.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import functools
+import hashlib
+import itertools
+import os
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from blobstore import residency, sealing
+from blobstore.digest import payload_digest, piece_digests
+from blobstore.index import Record
+from blobstore.layout import KVLayout, LayerGroup
+from blobstore.namespace import Namespace
+from blobstore.tiering.tier import Extent
+from blobstore.units import KIB, MIB
+from tests.support.sim_disk import Survival
+from tests.support.sim_store import SimStore, memory_directory
+from tests.support.store_audit import is_idle
+from tests.support.store_client import Loan, Reading, StoreClient, Writing, digest_of
+
+SEGMENT_BYTES = 160 * KIB
+"""Goes to a segment file; six fit into DRAM, fifteen onto the SSD."""
+
+_GRID = KVLayout((LayerGroup.attention(layers=2, heads=2, head_size=64),), head_groups=2)
+"""Four parts of 16 KiB for 64 tokens."""
+
+NAMESPACES = (
+    Namespace("segments", KVLayout.opaque(SEGMENT_BYTES), tokens_per_blob=16),
+    Namespace("inline", KVLayout.opaque(20_000), tokens_per_blob=16),
+    Namespace("parts", _GRID, tokens_per_blob=128),
+    Namespace("empty", KVLayout.opaque(0), tokens_per_blob=16),
+)
+PARTS = 2
+"""Index of the namespace with parts."""
+
+RANKS = ((0, 2), (1, 3))
+"""Part numbers of each of two ranks."""
+
+Path_ = tuple[int, ...]
+"""A branch of the prefix tree: which child was taken at each level."""
+
+Name = tuple[int, bytes]
+"""Namespace number and key."""
+
+
+def key_of(ns: int, path: Path_) -> bytes:
+    return hashlib.sha256(NAMESPACES[ns].id + bytes(path)).digest()
+
+
+def chain_of(ns: int, path: Path_, start: int = 0) -> list[bytes]:
+    return [key_of(ns, path[: end + 1]) for end in range(start, len(path))]
+
+
+def payload_of(key: bytes, variant: int, nbytes: int) -> bytes:
+    """What a writer puts under `key`; another variant is another rebuild of it."""
+    seed = hashlib.sha256(key + bytes([variant])).digest()
+    return (seed * (nbytes // 32 + 1))[:nbytes]
+
+
+DEPTH_MAX = 6
+NUMBERS = {namespace.id: number for number, namespace in enumerate(NAMESPACES)}
+VARIANTS = (0, 1, 10, 11, 12)
+PATHS: dict[Name, Path_] = {
+    (ns, key_of(ns, path)): path
+    for ns in range(len(NAMESPACES))
+    for depth in range(1, DEPTH_MAX + 1)
+    for path in itertools.product((0, 1), repeat=depth)
+}
+
+paths = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=DEPTH_MAX).map(tuple)
+spaces = st.sampled_from([0, 0, 0, 0, 2, 2, 1, 3])
+variants = st.sampled_from([0, 0, 0, 1])
+starts = st.sampled_from([0, 0, 0, 1, 2, 3])
+"""Where in its path a put begins: mostly at the root."""
+retentions = st.sampled_from(["standard", "standard", "durable", "volatile"])
+clients = st.integers(0, 1)
+choices = st.integers(0, 1000)
+
+
+@dataclass(eq=False)
+class Put:
+    """A reservation of the machine's, from reserve to its last view."""
+
+    writing: Writing
+    ns: int
+    keys: list[bytes]
+    variant: int
+    parts: tuple[int, ...]
+    retention: str
+    client: int
+
+    def payloads(self) -> list[bytes]:
+        nbytes = NAMESPACES[self.ns].layout.nbytes(NAMESPACES[self.ns].tokens_per_blob)
+        return [payload_of(key, self.variant, nbytes) for key in self.keys]
+
+
+@dataclass(eq=False)
+class Held:
+    """A lease of the machine's, and what it showed when it was given."""
+
+    reading: Reading
+    ns: int
+    keys: list[bytes]
+    payloads: list[bytes] | None
+    """None: it follows what was not readable yet."""
+
+
+@dataclass(eq=False)
+class Call:
+    """A request under way."""
+
+    task: asyncio.Task[object]
+    done: Callable[[], None]
+    """Looks at the outcome."""
+
+
+@dataclass
+class Model:
+    """What may be found, and what must be."""
+
+    sealed: dict[Name, set[int]] = field(default_factory=dict)
+    """Variants that a seal published, or may have."""
+    durable: dict[Name, int] = field(default_factory=dict)
+    """Acknowledged as durable, and neither dropped nor damaged since."""
+    written: dict[Name, set[int]] = field(default_factory=dict)
+    """Variants that anybody ever meant to put; a reader may follow a writer who loses."""
+
+
+class StoreMachine(RuleBasedStateMachine):
+    """Rules are what clients, threads, time, disks and people do to a store."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.directory = Path(tempfile.mkdtemp(dir=memory_directory()))
+        self.model = Model()
+        self.inflight: Counter[tuple[int, bytes, int]] = Counter()
+        """Namespace, key and variant of seals under way."""
+        self.drops: Counter[Name] = Counter()
+        self.rotten: set[Name] = set()
+        self.puts: list[Put] = []
+        self.kept: list[tuple[int, Loan]] = []
+        """Client and extent that it may still write to after a seal or abort."""
+        self.leases: list[Held] = []
+        self.calls: list[Call] = []
+        self.n_clients = 0
+
+    @initialize(seed=st.integers(0, 2**32 - 1))
+    def start(self, seed: int) -> None:
+        self.world = SimStore(self.directory, lent_bytes_max=MIB, ssd_bytes=4 * MIB, seed=seed)
+        self.greet()
+
+    def greet(self) -> None:
+        """What clients do when the store was started."""
+        for namespace in NAMESPACES:
+            self.world.declare(namespace)
+        self.clients = [self._new_client() for _ in range(2)]
+
+    def _check_matches(self) -> None:
+        """Galloping finds what asking for every key finds."""
+        for ns, namespace in enumerate(NAMESPACES):
+            for last in (0, 1):
+                keys = chain_of(ns, (0,) * (DEPTH_MAX - 1) + (last,))
+                exists = self.clients[0].exists(namespace, keys)
+                leading = next((n for n, held in enumerate(exists) if not held), len(keys))
+                assert self.clients[0].match(namespace, keys) == leading
+
+    def _new_client(self) -> StoreClient:
+        self.n_clients += 1
+        return self.world.client(f"client {self.n_clients}")
+
+    # Putting
+
+    @rule(
+        ns=spaces,
+        path=paths,
+        start=starts,
+        variant=variants,
+        retention=retentions,
+        client=clients,
+        timeout_s=st.sampled_from([0.0, 0.0, 3.0]),
+    )
+    def put(
+        self,
+        ns: int,
+        path: Path_,
+        start: int,
+        variant: int,
+        retention: str,
+        client: int,
+        timeout_s: float,
+    ) -> None:
+        """Reserve, write and seal, as far as that needs no thread."""
+        put = self._reserve(ns, path, start, variant, retention, client, timeout_s, None)
+        self._seal(put, alive=())
+
+    @rule(ns=spaces, path=paths, retention=retentions)
+    def put_and_save(self, ns: int, path: Path_, retention: str) -> None:
+        """A quiet moment: a chain is put blob by blob, and threads keep up."""
+        for end in range(len(path)):
+            put = self._reserve(ns, path[: end + 1], end, 0, retention, 0, 0.0, None)
+            self._seal(put, alive=())
+            self.world.rest()
+
+    @rule(
+        ns=spaces,
+        path=paths,
+        start=starts,
+        variant=variants,
+        retention=retentions,
+        client=clients,
+    )
+    def reserve(
+        self, ns: int, path: Path_, start: int, variant: int, retention: str, client: int
+    ) -> None:
+        self._reserve(ns, path, start, variant, retention, client, 0.0, None)
+
+    @rule(path=paths, rank=st.integers(0, 1), epoch=st.integers(0, 2), client=clients)
+    def reserve_as_rank(self, path: Path_, rank: int, epoch: int, client: int) -> None:
+        self._reserve(PARTS, path, 0, 10 + epoch, "standard", client, 0.0, rank)
+
+    @precondition(lambda self: self.puts)
+    @rule(choice=choices, index=st.integers(0, 5))
+    def seal_parts(self, choice: int, index: int) -> None:
+        put = self.puts[choice % len(self.puts)]
+        if put.ns != PARTS or index >= len(put.keys) or put.writing.reservation.expired:
+            return
+        self._write(put)
+        self.world.call(put.writing.seal_parts, index, put.parts)
+
+    @precondition(lambda self: self.puts)
+    @rule(choice=choices, alive=st.sets(st.integers(0, 5), max_size=2))
+    def seal(self, choice: int, alive: set[int]) -> None:
+        self._seal(self.puts[choice % len(self.puts)], sorted(alive))
+
+    @precondition(lambda self: self.puts)
+    @rule(choice=choices, alive=st.sets(st.integers(0, 5), max_size=2))
+    def abort(self, choice: int, alive: set[int]) -> None:
+        put = self.puts.pop(choice % len(self.puts))
+        self.world.call(put.writing.abort, sorted(alive))
+        self._keep(put, alive)
+
+    @precondition(lambda self: self.kept)
+    @rule(choice=choices)
+    def last_view_dies(self, choice: int) -> None:
+        client, loan = self.kept.pop(choice % len(self.kept))
+        assert self.world.call(self.clients[client].acknowledge, [loan]) == 1
+
+    @rule()
+    def scribble(self) -> None:
+        """Writers write where they may, at a time when nobody should look there."""
+        if not self.calls:  # a seal under way publishes what it finds
+            for client, loan in self.kept:
+                self.clients[client].scribble(loan, b"\xbb" * loan.nbytes)
+        for put in self.puts:
+            if put.writing.reservation.expired:
+                for loan in filter(None, put.writing.loans):
+                    put.writing.client.scribble(loan, b"\xaa" * loan.nbytes)
+
+    # Reading
+
+    @rule(
+        ns=spaces,
+        path=paths,
+        client=clients,
+        timeout_s=st.sampled_from([0.0, 2.0]),
+        stream=st.booleans(),
+        follow=st.booleans(),
+    )
+    def get(
+        self, ns: int, path: Path_, client: int, timeout_s: float, stream: bool, follow: bool
+    ) -> None:
+        keys = chain_of(ns, path)
+        asked = self.clients[client].get(
+            NAMESPACES[ns], keys, timeout_s=timeout_s, stream=stream, wait_for_writers=follow
+        )
+
+        def done() -> None:
+            reading = task.result()
+            assert isinstance(reading, Reading)
+            assert len(reading) <= len(keys)
+            assert bool(reading.reason) == (len(reading) < len(keys))
+            assert bool(reading.lease_id) == bool(len(reading))
+            if not len(reading):
+                return
+            follows = stream or "writer" in reading.served
+            payloads = None if follows else reading.payloads()
+            for key, payload in zip(keys, payloads or (), strict=False):
+                self._check_digest((ns, key), digest_of(payload))
+            self.leases.append(Held(reading, ns, keys[: len(reading)], payloads))
+
+        task = self.world.sim.start(asked)
+        self.calls.append(Call(task, done))
+
+    @precondition(lambda self: self.leases)
+    @rule(choice=choices, index=st.integers(0, 5), share=st.sampled_from([0.25, 1.0]))
+    def wait(self, choice: int, index: int, share: float) -> None:
+        held = self.leases[choice % len(self.leases)]
+        index %= len(held.keys)
+        nbytes = held.reading.extents[index][1]
+        end = int(nbytes * share)
+        name = (held.ns, held.keys[index])
+
+        def check() -> None:
+            if task.result() == "":
+                allowed = self.model.written.get(name, {0}) | self.model.sealed.get(name, set())
+                shown = held.reading[index][:end]
+                wanted = {payload_of(name[1], variant, nbytes)[:end] for variant in allowed}
+                assert shown in wanted, "a part that was ready is none that anybody wrote"
+
+        task = self.world.sim.start(held.reading.wait(index, 0, end, 1.0))
+        if task.done():  # later its bytes may be a writer's again
+            check()
+        else:
+            self.calls.append(Call(task, lambda: None))
+
+    @precondition(lambda self: self.leases)
+    @rule(choice=choices)
+    def release(self, choice: int) -> None:
+        held = self.leases.pop(choice % len(self.leases))
+        assert self.world.call(held.reading.release) == 1
+        assert self.world.call(held.reading.release) == 0
+
+    @rule(ns=spaces, path=paths)
+    def prefetch(self, ns: int, path: Path_) -> None:
+        self.world.call(self.clients[0].prefetch, NAMESPACES[ns], chain_of(ns, path))
+
+    # Keeping and dropping
+
+    @rule(ns=spaces, path=paths, ttl_s=st.sampled_from([0.0, 1.0, 5.0]))
+    def pin(self, ns: int, path: Path_, ttl_s: float) -> None:
+        self.world.call(self.clients[0].pin, NAMESPACES[ns], chain_of(ns, path)[-1:], ttl_s)
+
+    @rule(ns=spaces, path=paths, tier=st.sampled_from(["", "dram", "dram"]))
+    def drop(self, ns: int, path: Path_, tier: str) -> None:
+        keys = chain_of(ns, path)
+        if not tier:
+            self._forget_below(ns, keys[-1])
+            keys = keys[-1:]
+        self.world.call(self.clients[0].drop, NAMESPACES[ns], keys, tier)
+        if not tier:
+            assert self.world.call(self.clients[0].exists, NAMESPACES[ns], keys) == [False]
+
+    # Time, threads, processes
+
+    @rule(n=st.integers(1, 8))
+    def threads_work(self, n: int) -> None:
+        for _ in range(n):
+            self.world.sim.step()
+
+    @rule()
+    def threads_catch_up(self) -> None:
+        self.world.rest()
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 30.0, 61.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.sim.advance(seconds)
+
+    @rule(
+        event=st.sampled_from(["exit", "exit", "hang up", "clock", "verify"]),
+        client=clients,
+        jump_s=st.sampled_from([-3e7, 0.0, 3e7]),
+    )
+    def something_rare_happens(self, event: str, client: int, jump_s: float) -> None:
+        if event == "exit":
+            self._client_exits(client)
+        elif event == "hang up":
+            self._connection_ends(client)
+        elif event == "clock":
+            self.world.sim.wall_jump_s = jump_s
+        else:
+            assert self.world.sim.run(self.world.store.verify(60.0))["complete"]
+
+    def _client_exits(self, client: int) -> None:
+        leaving = self.clients[client]
+        self.world.call(leaving.exit)
+        self.puts = [put for put in self.puts if put.writing.client is not leaving]
+        self.kept = [(number, loan) for number, loan in self.kept if number != client]
+        self.leases = [held for held in self.leases if held.reading.client is not leaving]
+        self._finish_calls()  # the door undoes what comes too late
+        for held in [held for held in self.leases if held.reading.client is leaving]:
+            self.world.call(held.reading.release)
+            self.leases.remove(held)
+        self.clients[client] = self._new_client()
+
+    def _connection_ends(self, client: int) -> None:
+        leaving = self.clients[client]
+        leaving.holder.connections += 1
+        self.world.call(self.world.store.detach, leaving.holder, list(leaving.holder.reservations))
+
+    # Disks and power
+
+    @rule(
+        step=st.sampled_from(["pwritev", "preadv", "sync", "before_commit", "punch", "create"]),
+        code=st.sampled_from([errno.EIO, errno.ENOSPC]),
+        times=st.integers(1, 3),
+    )
+    def disk_fails(self, step: str, code: int, times: int) -> None:
+        left = times
+
+        def before_step(name: str, path: Path) -> None:
+            nonlocal left
+            if name == step and left:
+                left -= 1
+                raise OSError(code, os.strerror(code))
+
+        self.world.disk.before_step = before_step
+
+    @rule(choice=choices, at=st.integers(0, SEGMENT_BYTES - 1))
+    def bits_rot(self, choice: int, at: int) -> None:
+        """A byte of what is stored flips, of a blob that only the disk has."""
+        found = [
+            record
+            for record in self.world.store.index.records()
+            if isinstance(record.ssd, Extent) and record.dram is None
+        ]
+        if not found:
+            return
+        record = sorted(found, key=lambda record: record.key)[choice % len(found)]
+        assert isinstance(record.ssd, Extent)
+        self.world.rot(record.ssd, at % record.nbytes)
+        self.rotten.add((self._number(record), record.key))
+        self._forget_below(self._number(record), record.key)
+
+    @rule(drain_s=st.sampled_from([0.0, 10.0]))
+    def restart(self, drain_s: float) -> None:
+        self._finish_calls()
+        self.world.close(drain_s)
+        self._begin_anew()
+
+    @rule(
+        after=st.integers(0, 25),
+        survival=st.sampled_from(["dropped", "kept", "torn"]),
+        seed=st.integers(0, 1000),
+    )
+    def power_fails(self, after: int, survival: Survival, seed: int) -> None:
+        disk = self.world.disk
+        disk.cut_at = disk.steps + after
+        self.world.rest()
+        self._settle_calls()
+        disk.cut_at = disk.steps
+        self.world.kill()
+        disk.restart(survival, seed)
+        self._begin_anew()
+
+    # What holds after every step
+
+    @invariant()
+    def holds(self) -> None:
+        if not hasattr(self, "world"):
+            return
+        self._settle_calls()
+        self.world.audit(quiet=not self.calls and is_idle(self.world.store))
+        for held in self.leases:
+            if held.payloads is not None:
+                assert held.reading.payloads() == held.payloads, "bytes changed under a lease"
+        view = self.world.store.arena.view
+        for record in self.world.store.index.records():
+            name = (self._number(record), record.key)
+            self._check_digest(name, record.digest)
+            if record.packed:
+                assert record.dram is not None
+                shown = view[record.dram.offset : record.dram.offset + record.nbytes]
+                made = payload_digest(record.nbytes, piece_digests(shown))
+                assert made == record.digest, f"{name} shows bytes that were not sealed"
+        self._check_matches()
+        for ns, key in self.model.durable:
+            found = self.world.store.index.namespaces[NAMESPACES[ns].id].blobs.get(key)
+            kept = found is not None and found.held
+            assert kept, f"{(ns, key.hex()[:8])} was acknowledged as durable"
+
+    def teardown(self) -> None:
+        try:
+            if hasattr(self, "world"):
+                if sys.exc_info()[0] is None:
+                    self._wind_up()
+                self.world.kill()
+                self.world.sim.close()
+        finally:
+            shutil.rmtree(self.directory)
+
+    def _wind_up(self) -> None:
+        """All that clients hold comes back, and with it all room."""
+        self._finish_calls()
+        for held in self.leases:
+            self.world.call(held.reading.release)
+        for put in self.puts:
+            self.world.call(put.writing.abort)
+        for client, loan in self.kept:
+            self.world.call(self.clients[client].acknowledge, [loan])
+        self.world.sim.advance(200.0)
+        self.world.finish_all()
+        self.world.audit(quiet=True)
+        assert self.world.store.residency.pinned_bytes == 0
+        assert all(client.holder.lent_bytes == 0 for client in self.clients)
+
+    def _begin_anew(self) -> None:
+        """The daemon starts again: clients know nothing any more, durable blobs are there."""
+        for (ns, key, variant), n in self.inflight.items():
+            if n > 0:
+                self.model.sealed.setdefault((ns, key), set()).add(variant)
+        self.inflight.clear()
+        self.puts, self.kept, self.leases, self.calls = [], [], [], []
+        self.world.disk.before_step = lambda name, path: None
+        self.world.open()
+        self.world.audit(quiet=True)
+        self.greet()
+        for (ns, key), variant in self.model.durable.items():
+            nbytes = self._nbytes(ns)
+            found = self.world.run(self.clients[0].read(NAMESPACES[ns], [key]))
+            assert found == [payload_of(key, variant, nbytes)]
+
+    def _reserve(
+        self,
+        ns: int,
+        path: Path_,
+        start: int,
+        variant: int,
+        retention: str,
+        client: int,
+        timeout_s: float,
+        rank: int | None,
+    ) -> Put:
+        start %= len(path)
+        keys = chain_of(ns, path, start)
+        if not self._nbytes(ns):
+            variant = 0  # there is only one way to be empty
+        writing = self.world.run(
+            self.clients[client].reserve(
+                NAMESPACES[ns],
+                keys,
+                parent_key=key_of(ns, path[:start]) if start else b"",
+                retention=retention,
+                timeout_s=timeout_s,
+                group=("engine", variant) if rank is not None else None,
+                parts=RANKS[rank] if rank is not None else (),
+            )
+        )
+        parts = RANKS[rank] if rank is not None else (0, 1, 2, 3)
+        put = Put(writing, ns, keys, variant, parts, retention, client)
+        self.puts.append(put)
+        for key in keys:
+            self.model.written.setdefault((ns, key), set()).add(variant)
+        for loan in filter(None, writing.loans):
+            if rank is None:
+                self.clients[client].scribble(loan, b"\x55" * loan.nbytes)
+        return put
+
+    def _write(self, put: Put) -> None:
+        """Write this rank's parts, and no other's."""
+        for index, payload in enumerate(put.payloads()):
+            if put.ns != PARTS:
+                put.writing.write(index, payload)
+                continue
+            for part in _GRID.parts(NAMESPACES[PARTS].tokens_per_blob):
+                if part.index in put.parts:
+                    chunk = payload[part.offset : part.offset + part.nbytes]
+                    put.writing.write(index, chunk, part.offset)
+
+    def _seal(self, put: Put, alive: Sequence[int]) -> None:
+        self.puts.remove(put)
+        if not put.writing.reservation.expired:
+            self._write(put)
+        names = [(put.ns, key) for key in put.keys]
+        drops = [self.drops[name] for name in names]
+        self.inflight.update((*name, put.variant) for name in names)
+
+        def done() -> None:
+            answers = task.result()
+            assert isinstance(answers, list)
+            self.inflight.subtract((*name, put.variant) for name in names)
+            for name, before, answer in zip(names, drops, answers, strict=True):
+                self._check_answer(put, name, answer, dropped=self.drops[name] > before)
+
+        digests = [digest_of(payload) for payload in put.payloads()]
+        task = self.world.sim.start(put.writing.seal(digests, alive))
+        self._keep(put, alive)
+        self.calls.append(Call(task, done))
+
+    def _check_answer(
+        self, put: Put, name: Name, answer: tuple[str, str], *, dropped: bool
+    ) -> None:
+        result, reason = answer
+        sealed = self.model.sealed.setdefault(name, set())
+        assert bool(reason) == (result in ("refused", "partial", "divergent"))
+        if result == "stored" or (result == "refused" and put.retention == "durable"):
+            sealed.add(put.variant)
+            self.rotten.discard(name)
+        elif result == "exists":
+            assert put.variant in self._possible(name)
+        elif result == "divergent":
+            assert self._possible(name) - {put.variant}
+        if result in ("stored", "exists") and put.retention == "durable" and not dropped:
+            path = PATHS[name]
+            if not any((name[0], key) in self.rotten for key in chain_of(name[0], path)):
+                self.model.durable[name] = put.variant
+
+    def _keep(self, put: Put, alive: Iterable[int]) -> None:
+        for index in alive:
+            loan = put.writing.loans[index] if index < len(put.writing.loans) else None
+            if loan is not None and loan.nbytes:
+                self.kept.append((put.client, loan))
+
+    def _possible(self, name: Name) -> set[int]:
+        """Variants that a reader may find under a key."""
+        flying = {variant for variant in VARIANTS if self.inflight[(*name, variant)] > 0}
+        return self.model.sealed.get(name, set()) | flying
+
+    def _check_digest(self, name: Name, digest: bytes) -> None:
+        nbytes = self._nbytes(name[0])
+        wanted = {variant_digest(name[1], variant, nbytes) for variant in self._possible(name)}
+        assert digest in wanted, f"{name}: nobody sealed this"
+
+    def _forget_below(self, ns: int, key: bytes) -> None:
+        """A blob and what continues it may go."""
+        path = PATHS[ns, key]
+        for name, below in PATHS.items():
+            if name[0] == ns and below[: len(path)] == path:
+                self.drops[name] += 1
+                self.model.durable.pop(name, None)
+
+    def _settle_calls(self) -> None:
+        ended = [call for call in self.calls if call.task.done()]
+        self.calls = [call for call in self.calls if not call.task.done()]
+        for call in ended:
+            call.done()
+
+    def _finish_calls(self) -> None:
+        for call in self.calls:
+            self.world.sim.finish(call.task)
+        self._settle_calls()
+
+    def _number(self, record: Record) -> int:
+        return NUMBERS[record.ns.id]
+
+    def _nbytes(self, ns: int) -> int:
+        return NAMESPACES[ns].layout.nbytes(NAMESPACES[ns].tokens_per_blob)
+
+
+@functools.cache
+def variant_digest(key: bytes, variant: int, nbytes: int) -> bytes:
+    return digest_of(payload_of(key, variant, nbytes))
+
+
+def _run(max_examples: int, steps: int, *, derandomize: bool) -> None:
+    with (
+        # So small are the blobs here that none would ever be left to a thread.
+        mock.patch.object(residency, "WIPE_INLINE_BYTES", 16 * KIB),
+        mock.patch.object(sealing, "INLINE_DIGEST_BYTES", 200 * KIB),
+    ):
+        run_state_machine_as_test(
+            StoreMachine,
+            settings=settings(
+                max_examples=max_examples,
+                stateful_step_count=steps,
+                derandomize=derandomize,
+                deadline=None,
+                suppress_health_check=list(HealthCheck),
+                database=None,
+            ),
+        )
+
+
+def test_any_order_of_events_keeps_the_books_and_the_bytes() -> None:
+    _run(int(os.environ.get("N", "60")), 40, derandomize=True)
+
+
+@pytest.mark.soak
+def test_many_orders_of_events_keep_the_books_and_the_bytes() -> None:
+    _run(20_000, 80, derandomize=False)
