@@ -72,6 +72,7 @@ class Record:
         "pins",
         "retention",
         "ssd",
+        "stub",
         "tokens",
         "unsaved",
     )
@@ -94,6 +95,8 @@ class Record:
         """Offset and length in the arena as sent to clients; empty unless readable there."""
         self.ssd: Extent | bool = False
         """Extent on SSD, True if stored inside the catalogue, False if not on SSD."""
+        self.stub = False
+        """It has a row on SSD without payload, for what continues it: its copy there was lost."""
         self.fill: Fill | None = None
         """Bytes on their way into DRAM."""
         self.pins = 0
@@ -124,6 +127,11 @@ class Record:
     def held(self) -> bool:
         """The bytes are in some tier (a hole is not held)."""
         return self.packed != b"" or self.ssd is not False
+
+    @property
+    def has_row(self) -> bool:
+        """The catalogue knows it, so that blobs which continue it may be there too."""
+        return self.ssd is not False or self.stub
 
     @property
     def has_children(self) -> bool:
@@ -199,6 +207,8 @@ class Index:
     def __init__(self) -> None:
         self.namespaces: dict[bytes, NamespaceState] = {}
         self.n_holes = 0
+        self.on_stub_gone: Callable[[Record], None] = lambda record: None
+        """Called when a blob goes whose row on SSD is a stub."""
 
     def declare(self, namespace: Namespace) -> NamespaceState:
         """The state of `namespace`, made if new."""
@@ -246,6 +256,8 @@ class Index:
             del node.ns.blobs[node.key]
             node.gone = True
             self.n_holes -= node.hole
+            if node.stub:
+                self.on_stub_gone(node)
             parent = node.parent
             if parent is None or parent.gone:
                 return None

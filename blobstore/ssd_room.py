@@ -55,6 +55,12 @@ class SsdRoom:
             self._policy.withdraw(record)
             self._committer.remove(record)
 
+    def hollow(self, record: Record) -> None:
+        """Give up the copy on SSD, if there is one, but not the row. The caller settles."""
+        if record.ssd is not False:
+            self._policy.withdraw(record)
+            self._committer.hollow(record)
+
     async def take(self, nbytes: int) -> Extent:
         """An extent, once there is room. Raises Full, or what the commit failed with."""
         while True:

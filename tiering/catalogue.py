@@ -131,13 +131,14 @@ class Catalogue:
         for row, payload in add:
             row_key = self.row_key(row.namespace, row.key)
             new.append((row_key, encode_row(row, row_key), payload))
+        hollow = [self.row_key(row.namespace, row.key) for row, _ in add if row.is_hole]
         used = [(self.row_key(namespace, key), at) for namespace, key, at in touch]
         try:
-            self._apply(gone, new, used)
+            self._apply(gone, new, used, hollow)
         except Full:
             self.discard(gone)
             if new:
-                self._apply([], new, [])
+                self._apply([], new, [], hollow)
 
     def discard(self, row_keys: Sequence[bytes]) -> None:
         """Remove rows and inline payloads, even where only the reserve is left.
@@ -243,6 +244,7 @@ class Catalogue:
         gone: Sequence[bytes],
         new: Sequence[tuple[bytes, bytes, memoryview | None]],
         used: Sequence[tuple[bytes, float]],
+        hollow: Sequence[bytes] = (),
     ) -> None:
         undo = set(self._undo)
         fresh: set[bytes] = set()
@@ -251,6 +253,8 @@ class Catalogue:
             blobs, inline = self._env.table(_BLOBS), self._env.table(_INLINE)
             for row_key in (*undo, *gone):
                 txn.delete(row_key, db=blobs)
+                txn.delete(row_key, db=inline)
+            for row_key in hollow:
                 txn.delete(row_key, db=inline)
             fresh.clear()
             for row_key, record, payload in new:

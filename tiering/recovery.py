@@ -1,14 +1,15 @@
 """What can be believed of a catalogue and segment files that were found.
 
 A row is dropped if its bytes fail their checksum, its payload cannot be whole,
-its extent overlaps another's, or an ancestor of it is missing; everything else
-stands. Payloads have digests of their own, checked by whoever loads them.
+its extent overlaps another's, or an ancestor of it is missing; so is a hole that
+nothing continues. Everything else stands. Payloads have digests of their own,
+checked by whoever loads them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Set
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +17,7 @@ import numpy.typing as npt
 
 from blobstore.tiering.catalogue import Catalogue
 from blobstore.tiering.placement import HEADER_BYTES, Spans, blocks_of
-from blobstore.tiering.row import survey_row
+from blobstore.tiering.row import HOLE_PLACE, survey_row
 
 
 @dataclass(slots=True)
@@ -44,6 +45,7 @@ def survey(catalogue: Catalogue, sizes: Mapping[int, int]) -> Findings:
     placed: list[tuple[int, int, int]] = []
     placed_keys: list[bytes] = []
     damaged, cut = [], []
+    holes: set[bytes] = set()
     for row_key, record in catalogue.records():
         found = survey_row(row_key, record)
         if found is None or catalogue.namespace_of(row_key) is None:
@@ -51,7 +53,9 @@ def survey(catalogue: Catalogue, sizes: Mapping[int, int]) -> Findings:
             inline.pop(row_key, None)
             continue
         place, offset, nbytes, parents[row_key] = found
-        if place:
+        if place == HOLE_PLACE:
+            holes.add(row_key)
+        elif place:
             placed.append((place, offset, nbytes))
             placed_keys.append(row_key)
         elif inline.pop(row_key, None) != nbytes:
@@ -68,6 +72,10 @@ def survey(catalogue: Catalogue, sizes: Mapping[int, int]) -> Findings:
             del parents[row_key]
     orphans = _orphans(parents)
     findings.drop(orphans, "orphaned")
+    if holes:
+        for row_key in orphans:
+            del parents[row_key]
+        findings.drop(_bare(holes, parents), "bare_holes")
     if findings.dropped:
         gone = {*findings.dropped}
         spans = spans[[row_key not in gone for row_key in placed_keys]]
@@ -110,3 +118,15 @@ def _orphans(parents: Mapping[bytes, bytes]) -> list[bytes]:
     for row_key in lost:  # grows while it is read
         lost.extend(children[row_key])
     return lost
+
+
+def _bare(holes: Set[bytes], parents: Mapping[bytes, bytes]) -> list[bytes]:
+    """Holes that nothing continues but other such holes."""
+    children = Counter(parents.values())
+    bare = [row_key for row_key in parents if row_key in holes and not children[row_key]]
+    for row_key in bare:  # grows while it is read
+        parent = parents[row_key]
+        children[parent] -= 1
+        if parent in holes and not children[parent]:
+            bare.append(parent)
+    return bare

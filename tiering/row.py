@@ -12,8 +12,13 @@ from blobstore.digest import DIGEST_BYTES
 from blobstore.errors import InvalidRequest
 from blobstore.tiering.tier import Extent
 
-RETENTIONS = ("volatile", "standard", "durable")
+HOLE = "hole"
+"""Stands for the retention of a row without payload, kept for the blobs that continue it."""
+
+RETENTIONS = ("volatile", "standard", "durable", HOLE)
 """By their numbers on disk."""
+
+HOLE_PLACE = -1
 
 ROW_KEY_BYTES = 4
 """The namespace's number as u32, before the blob's key."""
@@ -42,9 +47,14 @@ class Row:
     pieces: bytes
     """Digests of all pieces."""
     extent: Extent | None
-    """Where the payload lies; None: inside the catalogue."""
+    """Where the payload lies; None: inside the catalogue, or nowhere if this is a hole."""
     retention: str
     last_used_wall_s: float
+
+    @property
+    def is_hole(self) -> bool:
+        """The payload was lost."""
+        return self.retention == HOLE
 
 
 def encode_row(row: Row, row_key: bytes) -> bytes:
@@ -118,14 +128,16 @@ def with_last_use(row_key: bytes, record: bytes, last_used_wall_s: float) -> byt
 def survey_row(row_key: bytes, record: bytes) -> tuple[int, int, int, bytes] | None:
     """What recovery needs of a row: place, offset, payload bytes, and the parent's row key.
 
-    The place is 0 for a payload in the catalogue, the parent's key is empty at
-    the root. None if the record is not what was stored under `row_key`.
+    The place is 0 for a payload in the catalogue, HOLE_PLACE for a hole; the parent's key
+    is empty at the root. None if the record is not what was stored under `row_key`.
     """
     if len(record) < _VARIABLE:
         return None
-    checksum, _, nbytes, place, offset, _, _, n_parent, _ = _RECORD.unpack_from(record)
+    checksum, _, nbytes, place, offset, _, retention, n_parent, _ = _RECORD.unpack_from(record)
     if checksum != xxh3_64_intdigest(row_key + record[_START:]):
         return None
+    if RETENTIONS[retention] == HOLE:
+        place = HOLE_PLACE
     if not n_parent:
         return place, offset, nbytes, b""
     return place, offset, nbytes, row_key[:ROW_KEY_BYTES] + record[_VARIABLE : _VARIABLE + n_parent]

@@ -159,7 +159,7 @@ class SsdTier:
         `add` holds rows with their payload where that goes into the catalogue;
         extents were written before. A row of the same key is replaced; its
         extent stays the caller's, and its payload in the catalogue stays where
-        none is given. Raises Full if the catalogue cannot grow,
+        none is given, unless the new row is a hole's. Raises Full if the catalogue cannot grow,
         StorageFailed if the disk refuses, InvalidRequest for rows the format
         cannot hold or of undeclared namespaces. No addition is then visible;
         the extents stay allocated, and the removals can be repeated.

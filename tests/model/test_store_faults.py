@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+
+import pytest
 
 from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
@@ -58,3 +59,92 @@ def test_a_durable_put_does_not_wait_for_the_row_of_a_blob_that_was_dropped(
         assert not put.done()
         world.call(client.drop, ns, [key])
         assert world.run(asyncio.wait_for(put, 60.0)) == [("refused", "full")]
+
+
+def _durable_chain(world: SimStore, ns: Namespace, keys: Sequence[bytes]) -> None:
+    """Blobs that are on SSD alone."""
+    client = world.client("writer")
+    assert _put(world, client, ns, keys, retention="durable") == ["stored"] * len(keys)
+    world.finish_all()
+    assert world.call(client.drop, ns, keys, "dram") == len(keys)
+    world.call(client.exit)
+
+
+@pytest.mark.parametrize("nbytes", [NBYTES, 20 * KIB])
+def test_what_continues_a_lost_blob_outlives_a_restart(tmp_path: Path, nbytes: int) -> None:
+    with _world(tmp_path) as world:
+        ns, keys = world.declare(_namespace(nbytes)), _keys(5)
+        payloads = [content(int(key), nbytes) for key in keys]
+        client = world.client()
+        _put(world, client, ns, keys, nbytes=nbytes, retention="durable")
+        world.finish_all()
+        world.call(client.drop, ns, keys, "dram")
+        _lose(world, ns, keys[1])
+        assert len(world.run(client.read(ns, keys))) == 1
+        for _ in range(2):
+            world.finish_all()
+            world.audit()
+            world.reopen()
+            client = world.client()
+            assert client.exists(ns, keys) == [True, False, True, True, True]
+            assert client.match(ns, keys) == 1
+        assert world.run(client.put(ns, keys[1:2], payloads[1:2], parent_key=keys[0])) == [
+            ("stored", "")
+        ]
+        world.finish_all()
+        world.reopen()
+        client = world.client()
+        assert world.store.stats()["holes"] == 0
+        assert world.run(client.read(ns, keys)) == payloads
+
+
+def _lose(world: SimStore, ns: Namespace, key: bytes) -> None:
+    """The copy on SSD, which is the only one, fails its digest."""
+    record = world.store.state(ns.id).blobs[key]
+    if record.ssd is not True:
+        world.rot(world.ssd_extent(ns, key))
+        return
+    world.call(world.store._quarantine, record)
+
+
+def test_the_row_of_a_lost_blob_goes_with_the_last_that_continues_it(tmp_path: Path) -> None:
+    with _world(tmp_path) as world:
+        ns, keys = world.declare(_namespace()), _keys(3)
+        _durable_chain(world, ns, keys)
+        client = world.client()
+        _lose(world, ns, keys[1])
+        assert len(world.run(client.read(ns, keys))) == 1
+        world.finish_all()
+        world.reopen()
+        client = world.client()
+        assert world.call(client.drop, ns, keys[2:]) == 1
+        world.finish_all()
+        assert world.store._ssd is not None
+        assert [row.key for row in world.store._ssd.rows()] == keys[:1]
+        world.audit()
+
+
+def test_a_copy_is_repaired_from_dram_without_a_moment_in_which_its_children_are_lost(
+    tmp_path: Path,
+) -> None:
+    for steps in range(100):
+        directory = tmp_path / str(steps)
+        with SimStore(directory, dram_bytes=4 * MIB, ssd_bytes=16 * MIB) as world:
+            ns, keys = world.declare(_namespace()), _keys(3)
+            client = world.client()
+            _put(world, client, ns, keys, retention="durable")
+            world.finish_all()
+            world.rot(world.ssd_extent(ns, keys[0]))
+            verify = world.sim.start(world.store.verify(60.0))
+            while not world.store.counters.corrupt:
+                assert world.sim.step()
+            done = not all(world.sim.step() for _ in range(steps))
+            verify.cancel()
+            world.crash()
+            assert world.client().exists(ns, keys)[1:] == [True, True]
+            if done:
+                assert world.run(world.client().read(ns, keys)) == [
+                    content(int(key), NBYTES) for key in keys
+                ]
+                return
+    raise AssertionError("the repair never ends")
