@@ -235,7 +235,7 @@ class Connection(asyncio.Protocol):
     async def _seal(self, m: p.Seal) -> p.Reply:
         self.reservation_ids.discard(m.reservation_id)
         results, reasons = await self._store.writers.seal(
-            self.holder, m.reservation_id, m.digests, m.alive
+            self.holder, m.reservation_id, m.digests, m.alive, m.unwritten
         )
         return p.Sealed(results, reasons)
 

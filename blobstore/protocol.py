@@ -204,11 +204,14 @@ class Seal(Request, tag=10):
     key that exists already (empty: not given). `alive` are the numbers of
     blobs of which the caller still holds writable views: they are published
     from a copy, and their extents stay lent until Release names them.
+    `unwritten` are the numbers of lent extents that the caller never touched:
+    what is there are others' bytes, and it is not published.
     """
 
     reservation_id: Count
     digests: list[bytes] = []
     alive: list[Count] = []
+    unwritten: list[Count] = []
 
 
 class Sealed(Reply, tag=10):

@@ -123,16 +123,18 @@ class Writers:
         reservation_id: int,
         digests: Sequence[bytes] = (),
         alive: Sequence[int] = (),
+        unwritten: Sequence[int] = (),
     ) -> tuple[list[str], list[str]]:
         """Digest and publish; results and reasons per slot. Ends the reservation.
 
         `alive` are slots whose extents the writer may still touch: these are
-        published from a copy. A durable blob is on SSD when this returns, or
-        its result is "refused" with the error's code (it then stays in DRAM).
+        published from a copy; `unwritten` are refused. A durable blob is on SSD
+        when this returns, or its result is "refused" with the error's code (it
+        then stays in DRAM).
         """
         reservation = self._reservation(holder, reservation_id)
         self._forget(reservation)
-        complete = self._take_back(reservation, frozenset(alive))
+        complete = self._take_back(reservation, frozenset(alive), frozenset(unwritten))
         try:
             await self._sealing.seal(complete)
             answers = self._answers(reservation, complete, digests)
@@ -341,7 +343,12 @@ class Writers:
         self._residency.unpin(record, used=False)
         self._owe(holder, -record.nbytes)
 
-    def _take_back(self, reservation: Reservation, alive: frozenset[int]) -> list[Draft]:
+    def _take_back(
+        self,
+        reservation: Reservation,
+        alive: frozenset[int],
+        unwritten: frozenset[int] = frozenset(),
+    ) -> list[Draft]:
         """End the loans of a reservation, but for slots in `alive`; drafts now complete."""
         holder, complete = reservation.holder, list[Draft]()
         for number, slot in enumerate(reservation.slots):
@@ -349,7 +356,9 @@ class Writers:
             if draft is None:
                 continue
             record = draft.record
-            if draft.answer is None and not draft.closing:
+            if number in unwritten and not draft.closing:  # in the extent are others' bytes
+                self._drafts.kill(draft, ("refused", "unwritten"))
+            elif draft.answer is None and not draft.closing:
                 self._drafts.seal_parts(draft, slot.parts or tuple(draft.missing))
                 draft.copy = draft.copy or number in alive
                 if not draft.missing:

@@ -48,6 +48,8 @@ class Mapping(mmap.mmap):
 
     def __new__(cls, fd: int, nbytes: int, *, writable: bool) -> Mapping:
         """Map `nbytes` of `fd`, which may be closed afterwards."""
+        if fd < 0:
+            raise ValueError("no descriptor: it would be memory that nobody shares")
         prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
         self = super().__new__(cls, fd, nbytes, flags=mmap.MAP_SHARED, prot=prot)
         self._nbytes = nbytes

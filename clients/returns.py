@@ -99,8 +99,9 @@ class Returns:
         return reservation_id in self._writers
 
     def close_writer(self, reservation_id: int) -> None:
-        """The reservation was ended by a Seal."""
+        """The writer has ended, and all that it leaves behind is known here."""
         self._writers.pop(reservation_id, None)
+        self._send()  # which ends a connection that was kept for it
 
     def give_up(self, reservation_id: int, alive: Sequence[int] = ()) -> None:
         """Owe the end of a reservation of which the blobs `alive` are still viewed. Safe anywhere.
@@ -108,7 +109,6 @@ class Returns:
         Naming a reservation that the daemon ended, or whose connection broke, is
         harmless: it says which of its extents are out of this process's reach.
         """
-        self._writers.pop(reservation_id, None)
         if not self._void:
             self.owed.append(Abort(reservation_id, list(alive)))
             self._send()

@@ -53,12 +53,15 @@ class Session:
         self.returns.hold(exporter, lease_id, lease)
         return exporter.data
 
-    def extent(self, offset: int, nbytes: int) -> Bytes:
-        """An array of its own over an extent that was lent for writing."""
+    def extent(self, offset: int, nbytes: int) -> Bytes | None:
+        """An array of its own over an extent that was lent for writing.
+
+        None if the session was closed before anything was written.
+        """
         array = self._writable
         if array is None:
             array = self._map_writable()
-        return array[offset : offset + nbytes]
+        return array[offset : offset + nbytes] if array is not None else None
 
     def close(self) -> None:
         """Let go of the arena. Views that are alive keep their mapping."""
@@ -83,9 +86,9 @@ class Session:
         mapping.populate(self._background_bytes)
         return mapping.array()
 
-    def _map_writable(self) -> Bytes:
+    def _map_writable(self) -> Bytes | None:
         with self._lock:
-            if self._writable is None:
+            if self._writable is None and self._read_write_fd >= 0:
                 self._writable = self._map(self._read_write_fd, writable=True)
                 os.close(self._read_write_fd)
                 self._read_write_fd = -1

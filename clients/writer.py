@@ -26,16 +26,18 @@ from blobstore.errors import (
     InvalidRequest,
     Retryable,
     StorageFailed,
+    Unavailable,
     WrongProcess,
 )
 from blobstore.keys import Keys
-from blobstore.protocol import Done, Reserved, Seal, Sealed, SealParts
+from blobstore.protocol import NO_EXTENT, Done, Reserved, Seal, Sealed, SealParts
 
 DURABLE = "durable"
 
 _KINDS: dict[str, type[BlobStoreError]] = BY_CODE | {
     "no_room": Full, "lent_bytes": Full, "too_large": Full,
     "expired": DeadlineExceeded,
+    "unwritten": InvalidRequest,
     "orphan": Retryable, "gone": Retryable, "aborted": Retryable, "writer_gone": Retryable,
 }  # fmt: skip
 """What a durable put raises for a reason; StorageFailed for any other."""
@@ -43,6 +45,7 @@ _MEANING = {
     "invalid_request": "the daemon has no SSD tier, or it continues a volatile blob",
     "orphan": "what it continues is not held: put that as well",
     "too_large": "it is more than the daemon lends at once",
+    "unwritten": "its memory was never touched",
 }
 
 
@@ -52,7 +55,8 @@ class WriterBase:
     `results[i]` is then "stored", "exists" (held before, or the same bytes), "divergent"
     (other bytes are held, and stay), "partial" (other ranks' parts are missing) or
     "refused", and `reasons[i]` says why; while the writer is open they are "" where
-    there is something to write. An exception in the block stores nothing.
+    there is something to write. A blob that was never touched is refused ("unwritten"),
+    as are those that continue it. An exception in the block stores nothing.
     """
 
     def __init__(
@@ -131,11 +135,13 @@ class WriterBase:
         return f"<{type(self).__name__} of {len(self)} blobs>"
 
     def _memory(self, index: int) -> Bytes:
-        if self.reasons[index] == "":
+        if self.reasons[index] == "" and self._extents[index][1]:
             assert self._link is not None
             array = self._link.session.extent(*self._extents[index])
-            self._exporters[index] = weakref.ref(array)
-            return array
+            if array is not None:
+                self._exporters[index] = weakref.ref(array)
+                return array
+            self.results[index], self.reasons[index] = "refused", Unavailable.code
         # Zeros are mapped when touched, so that what is never written costs nothing.
         nbytes = self._ns.layout.nbytes(self._ns.tokens(self._keys, index))
         return np.zeros(nbytes, np.uint8)
@@ -162,6 +168,8 @@ class WriterBase:
         self._check_open()
         if self.reasons[index] != "":
             return False
+        if index in self._untouched():
+            raise InvalidRequest(f"nothing was written to blob {index}: readers would get others'")
         numbers = [self._numbers[part] for part in parts]
         try:
             yield from ask(SealParts(self._reservation_id, index, numbers), Done)
@@ -189,7 +197,9 @@ class WriterBase:
         if not self._reservation_id:
             return None
         try:
-            ticket: Ticket = yield Posted(Seal(self._reservation_id, digests, self._alive))
+            ticket: Ticket = yield Posted(
+                Seal(self._reservation_id, digests, self._alive, self._untouched())
+            )
         except BlobStoreError as error:
             self._settle(answered=False)
             self._refuse(reason(error))
@@ -203,11 +213,22 @@ class WriterBase:
         try:
             sealed = checked((yield ticket), Sealed)
             answered = True
+            out_of_reach = [i for i, why in enumerate(self.reasons) if why == Unavailable.code]
             self.results, self.reasons = sealed.results, sealed.reasons
+            for index in out_of_reach:
+                self.reasons[index] = Unavailable.code
         except BlobStoreError as error:
             self._refuse(reason(error))
         finally:
             self._settle(answered=answered)
+
+    def _untouched(self) -> list[int]:
+        """Numbers of lent extents in which others' bytes lie still."""
+        return [
+            index
+            for index, (offset, nbytes) in enumerate(self._extents)
+            if offset != NO_EXTENT and nbytes and index not in self._exporters
+        ]
 
     def _refuse(self, why: str) -> None:
         for index, known in enumerate(self.reasons):
@@ -220,11 +241,10 @@ class WriterBase:
         assert self._unfinished is not None
         self._unfinished.detach()
         returns = self._link.session.returns
-        if answered:
-            returns.close_writer(self._reservation_id)
-        else:  # it may have been sealed: then this does nothing
+        if not answered:  # it may have been sealed: then this does nothing
             returns.give_up(self._reservation_id, self._alive)
         _hand_back(returns, self._alive, self._exporters, self._extents)
+        returns.close_writer(self._reservation_id)
 
     def _give_up(self) -> None:
         if self._unfinished is not None:
@@ -286,6 +306,7 @@ def _give_up(
     alive = _alive(exporters)
     returns.give_up(reservation_id, alive)
     _hand_back(returns, alive, exporters, extents)
+    returns.close_writer(reservation_id)
 
 
 def check_durable(results: Sequence[str], reasons: Sequence[str]) -> None:

@@ -347,9 +347,13 @@ class ScriptedDaemon:
         reservation = self.reservations.pop(request.reservation_id, None)
         if reservation is None:
             return Failed("invalid_request", "unknown reservation")
-        results = []
+        results, reasons = list[str](), [""] * len(reservation.keys)
         for number, key in enumerate(reservation.keys):
             at = (self._sealing_in, key)
+            if number in request.unwritten:
+                results.append("refused")
+                reasons[number] = "unwritten"
+                continue
             if reservation.reasons[number] == "exists":
                 given = request.digests[number] if request.digests else b""
                 same = given in (b"", self.blobs[at].digest)
@@ -358,7 +362,7 @@ class ScriptedDaemon:
             offset, nbytes = reservation.extents[number]
             self.blobs[at] = Blob(offset, nbytes, _digest(self.read(offset, nbytes)))
             results.append("stored")
-        return Sealed(results, [""] * len(results))
+        return Sealed(results, reasons)
 
     def _on_seal_parts(self, request: SealParts) -> Reply:
         return Done(len(request.parts))

@@ -36,6 +36,12 @@ def read_only(fd: int) -> int:
     return os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
 
 
+def extent_of(session: Session, offset: int, nbytes: int) -> Bytes:
+    array = session.extent(offset, nbytes)
+    assert array is not None
+    return array
+
+
 def session(fd: int, background_bytes: int = 1 << 30) -> Session:
     welcome = Welcome(1, 7, NBYTES, 8 << 20, 1 << 20)
     return Session(welcome, read_only(fd), os.dup(fd), background_bytes)
@@ -69,27 +75,36 @@ class Lease:
 def test_the_arena_is_mapped_for_reading_only_until_something_is_written(arena: int) -> None:
     ours = session(arena)
     assert mapped() == ["r--s"]
-    array = ours.extent(PAGE, 10)
+    array = extent_of(ours, PAGE, 10)
     assert mapped() == ["r--s", "rw-s"]
     array[:] = 9
     assert os.pread(arena, 10, PAGE) == b"\x09" * 10
-    ours.extent(0, 1)[:] = 1
+    extent_of(ours, 0, 1)[:] = 1
     assert mapped() == ["r--s", "rw-s"], "once for all"
     assert ours.hold(1, Lease())[PAGE] == 9
     ours.close()
 
 
+def test_nothing_is_mapped_for_writing_once_a_session_was_closed(arena: int) -> None:
+    ours = session(arena)
+    ours.close()
+    assert ours.extent(0, 10) is None
+    assert mapped() == ["r--s"]
+    with pytest.raises(ValueError, match="no descriptor"):
+        Mapping(-1, NBYTES, writable=True)
+
+
 def test_page_tables_are_full_when_a_client_has_connected(arena: int) -> None:
     ours = session(arena)
     assert resident_bytes(ours._readable) == NBYTES
-    assert resident_bytes(ours.extent(0, NBYTES)) == NBYTES
+    assert resident_bytes(extent_of(ours, 0, NBYTES)) == NBYTES
     ours.close()
 
 
 def test_large_arenas_are_populated_in_the_background(arena: int) -> None:
     ours = session(arena, background_bytes=0)
     poll_until(lambda: resident_bytes(ours._readable) == NBYTES)
-    extent = ours.extent(0, NBYTES)
+    extent = extent_of(ours, 0, NBYTES)
     poll_until(lambda: resident_bytes(extent) == NBYTES)
     ours.close()
 
@@ -101,7 +116,7 @@ def test_kernels_that_cannot_populate_are_helped_by_touching(
     monkeypatch.setattr(mapping_module, "_MADV_POPULATE_WRITE", 9999)
     ours = session(arena)
     assert resident_bytes(ours._readable) == NBYTES
-    assert resident_bytes(ours.extent(0, NBYTES)) == NBYTES
+    assert resident_bytes(extent_of(ours, 0, NBYTES)) == NBYTES
     assert os.pread(arena, 1, 3 * PAGE) == b"\x05", "touched by reading"
     ours.close()
 
@@ -132,7 +147,7 @@ def test_the_arena_is_unmapped_when_session_and_views_are_gone(arena: int) -> No
     gc.disable()
     try:
         ours = session(arena)
-        extent = ours.extent(0, 10)
+        extent = extent_of(ours, 0, 10)
         view = ours.hold(1, Lease())[5:6]
         ours.close()
         del ours
