@@ -56,6 +56,8 @@ class Residency:
         """Blobs that have ceased to be readable here so far."""
         self.on_settled: Callable[[Record], None] = lambda record: None
         """Called whenever a record's standing may have changed."""
+        self.on_hidden: Callable[[Record], None] = lambda record: None
+        """Called when a record's bytes in DRAM have ceased to be readable."""
         self.on_used: Callable[[Record], None] = lambda record: None
         """Called whenever a record's time of last use has changed."""
 
@@ -111,6 +113,7 @@ class Residency:
         """Give the bytes in DRAM to nobody any more; those who have them keep them."""
         record.packed = b""
         self.departures += 1
+        self.on_hidden(record)
 
     def take(self, records: Sequence[Record], *, loading: bool) -> bool:
         """Give every record an extent, evicting if need be; all or none.
@@ -120,12 +123,12 @@ class Residency:
         (see `wiping_bytes`: it is there in a moment).
         """
         wanted = sum(self._dram.padded(record.nbytes) for record in records)
-        short = wanted - self._dram.available_bytes(staging=loading) - self.wiping_bytes
-        if wanted and short > 0:
+        while wanted and (short := self._short(wanted, loading)) > 0:
             victims = self._eviction.victims(short)
-            if not victims:
-                return False
             self._expel(victims)
+            # Looking for victims may have freed what was put aside.
+            if not victims and self._short(wanted, loading) >= short:
+                return False
         taken: list[Record] = []
         for record in records:
             extent = self._allocate(record.nbytes, loading)
@@ -204,6 +207,9 @@ class Residency:
         self._expel([record])
         return True
 
+    def _short(self, wanted: int, loading: bool) -> int:
+        return wanted - self._dram.available_bytes(staging=loading) - self.wiping_bytes
+
     def _use(self, record: Record, now_s: float) -> None:
         if now_s > record.last_used:
             record.last_used = now_s
@@ -239,7 +245,7 @@ class Residency:
             and not record.dram_children
             and not record.dirty
             and record.fill is None
-            and (record.ssd is not False or not (record.has_children or record.heirs))
+            and (record.ssd is not False or _may_be_lost(record))
         )
 
     def _leave_tree(self, record: Record) -> None:
@@ -344,6 +350,12 @@ class Residency:
         parent.dram_children -= 1
         self._use(parent, record.last_used)
         return None if parent.dram_children else parent
+
+
+def _may_be_lost(record: Record) -> bool:
+    """Nobody was promised to find a blob whose only copy is in DRAM."""
+    durable = record.retention is Retention.DURABLE
+    return not (record.has_children or record.heirs or durable)
 
 
 def _held_from_below(record: Record) -> bool:

@@ -84,7 +84,7 @@ class Sealing:
         if digest and digest != held.digest:
             return "divergent", "the key is sealed with other bytes"
         if self._writeback is None:
-            held.retention = max(held.retention, retention)
+            held.retention = max(held.retention, self._kept_as(retention))
         elif retention > held.retention:
             self._writeback.raise_retention(held, retention)
         elif held.unsaved:
@@ -164,6 +164,7 @@ class Sealing:
     def _publish(self, draft: Draft, record: Record) -> None:
         """Make `record` visible under its key, unless another writer was first."""
         own, shown = draft.record, None
+        record.retention = self._kept_as(record.retention)
         existing = own.ns.blobs.get(own.key)
         if existing is None:
             answer, shown = self._add(record)
@@ -179,6 +180,10 @@ class Sealing:
             self._drafts.kill(draft, answer)
         if shown is not None:
             self._after_publish(shown)
+
+    def _kept_as(self, retention: Retention) -> Retention:
+        """Without a disk nothing is durable."""
+        return retention if self._writeback is not None else min(retention, Retention.STANDARD)
 
     def _add(self, record: Record) -> tuple[Answer, Record | None]:
         if record.parent is not None:

@@ -23,6 +23,7 @@ from blobstore.holder import Holder
 from blobstore.index import Index, NamespaceState, Record, Retention
 from blobstore.loader import Loader
 from blobstore.namespace import Namespace
+from blobstore.protocol import KEYS_MAX
 from blobstore.readers import Found, Readers
 from blobstore.residency import WAITERS_MAX, Residency
 from blobstore.scrub import Scrub
@@ -371,6 +372,8 @@ class Store:
         for record in [r for r, until_s in self._pinned_until.items() if until_s <= now_s]:
             del self._pinned_until[record]
             self.residency.unpin(record, used=False)
+        if self._writeback is not None:
+            self._writeback.retry()
         if now_s >= self._maintain_at_s:
             self._maintain_at_s = now_s + MAINTAIN_S
             if self._ssd is not None and self._writeback is not None:
@@ -436,6 +439,8 @@ class Store:
             raise InvalidRequest(
                 f"{len(keys)} bytes are not one or more keys of {key_bytes} bytes (8 to 64 each)"
             )
+        if len(keys) > KEYS_MAX * key_bytes:
+            raise InvalidRequest(f"{len(keys) // key_bytes} keys in a call that takes {KEYS_MAX}")
         return state
 
     def _drop_subtree(self, top: Record) -> int:

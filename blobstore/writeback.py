@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextlib import suppress
+from itertools import islice
 
 from blobstore.backoff import Backoff
 from blobstore.committer import Committer, Written, typed
@@ -28,6 +29,12 @@ from blobstore.tiering.tier import Extent
 
 UNIT_BYTES = 2 * PIECE_BYTES
 """Checked and written at a time."""
+
+RETRIES_MAX = 64
+"""Blobs queued again at once when the disk works again; more follow when these are saved."""
+
+FLUSHES = 3
+"""How often a closing store tries to write what could not be written."""
 
 
 class Writeback:
@@ -64,6 +71,9 @@ class Writeback:
         self._room = SsdRoom(ssd, self._committer, index, residency, policy, counters)
         index.on_stub_gone = self._committer.remove_stub
         self._queue: deque[Record] = deque()
+        self._unsaved: dict[Record, None] = {}
+        """In DRAM and to be tried again, the longest waiting first."""
+        residency.on_hidden = self._forget
         self._durable: dict[Record, list[asyncio.Future[None]]] = {}
         self._work = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -82,9 +92,12 @@ class Writeback:
     async def close(self, flush_s: float) -> None:
         """Write what is dirty, for at most `flush_s`, then stop."""
         deadline_s = self._clock() + flush_s
-        while self._pending() and (left_s := deadline_s - self._clock()) > 0:
-            with suppress(BlobStoreError, TimeoutError):
-                await asyncio.wait_for(self._committer.round(now=False), left_s)
+        for _ in range(FLUSHES):
+            self._backoff.ask_again()
+            self._save_again(len(self._unsaved))
+            await self._drain(deadline_s)
+            if not self._unsaved:
+                break
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -110,21 +123,28 @@ class Writeback:
         for node in reversed(chain):
             node.dirty = True
             node.unsaved = False
+            self._unsaved.pop(node, None)
             self.dirty_bytes += node.nbytes
             self._residency.settle(node)
             self._queue.append(node)
         self._work.set()
 
+    def retry(self) -> None:
+        """Try again what could not be written, once the disk may work: one first, then more."""
+        if self._unsaved and not self._backoff.active and len(self._queue) < RETRIES_MAX:
+            self._save_again(1 if self._backoff.pause_s else RETRIES_MAX)
+
     async def save_durably(self, record: Record) -> None:
         """Return once the blob is on SSD and committed.
 
         Raises Full, StorageFailed or InvalidRequest if that cannot be; the blob
-        then stays in DRAM as a standard one.
+        then stays in DRAM as a standard one, unless it was durable and lost its copy.
         """
         try:
             await self._saved_durably(record)
         except BlobStoreError:
-            record.retention = min(record.retention, Retention.STANDARD)
+            if not record.stub:
+                record.retention = min(record.retention, Retention.STANDARD)
             self._residency.settle(record)
             raise
 
@@ -167,6 +187,7 @@ class Writeback:
             self._index.mend(record)
         self._end(record, None)
         self._residency.unpin(record, used=False)
+        self.retry()
 
     def not_saved(self, item: Written, error: BlobStoreError) -> None:
         """As Outcomes.not_saved."""
@@ -200,6 +221,20 @@ class Writeback:
 
     def _pending(self) -> bool:
         return bool(self._queue or self._busy or self._committer.pending)
+
+    async def _drain(self, deadline_s: float) -> None:
+        while self._pending() and (left_s := deadline_s - self._clock()) > 0:
+            with suppress(BlobStoreError, TimeoutError):
+                await asyncio.wait_for(self._committer.round(now=False), left_s)
+
+    def _save_again(self, n: int) -> None:
+        for record in list(islice(self._unsaved, n)):
+            if record in self._unsaved:  # not saved along with what continues it
+                del self._unsaved[record]  # to come last if it is given up again
+                self.save(record)
+
+    def _forget(self, record: Record) -> None:
+        self._unsaved.pop(record, None)
 
     async def _lane(self) -> None:
         while True:
@@ -272,9 +307,10 @@ class Writeback:
 
     def _give_up(self, record: Record, error: BlobStoreError) -> None:
         wanted = record.packed and not record.gone and record.retention is not Retention.VOLATILE
-        if wanted and not record.unsaved:
+        if wanted:
+            self._counters.unsaved += not record.unsaved
             record.unsaved = True
-            self._counters.unsaved += 1
+            self._unsaved[record] = None
         self._tell(record, error)
 
     def _tell(self, record: Record, error: BlobStoreError | None) -> None:

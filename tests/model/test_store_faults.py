@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -148,3 +149,88 @@ def test_a_copy_is_repaired_from_dram_without_a_moment_in_which_its_children_are
                 ]
                 return
     raise AssertionError("the repair never ends")
+
+
+def _fail_writes(name: str, path: Path) -> None:
+    if name == "pwritev":
+        raise OSError(errno.EIO, "the disk fails")
+
+
+def _puts_during_a_pause(world: SimStore, client: StoreClient, keys: Sequence[bytes]) -> Namespace:
+    """Blobs sealed while the disk is left alone after a fault, which is over."""
+    ns = world.declare(_namespace())
+    world.disk.before_step = _fail_writes
+    _put(world, client, ns, keys[:1])
+    world.rest()
+    world.disk.before_step = lambda name, path: None
+    for key in keys[1:]:
+        _put(world, client, ns, [key])
+    world.rest()
+    assert world.store.counters.unsaved == len(keys)
+    return ns
+
+
+def test_what_was_sealed_after_a_fault_is_saved_once_the_disk_works(tmp_path: Path) -> None:
+    with _world(tmp_path) as world:
+        keys = _keys(8)
+        ns = _puts_during_a_pause(world, world.client(), keys)
+        for _ in range(5):
+            world.sim.advance(1.0)
+            world.rest()
+        blobs = world.store.state(ns.id).blobs
+        assert all(blobs[key].ssd is not False for key in keys)
+        world.finish_all()
+        world.audit()
+
+
+def test_what_was_sealed_after_a_fault_is_saved_by_a_store_that_closes(tmp_path: Path) -> None:
+    with _world(tmp_path) as world:
+        keys = _keys(8)
+        ns = _puts_during_a_pause(world, world.client(), keys)
+        world.reopen()
+        assert all(world.client().exists(ns, keys))
+
+
+def test_a_store_whose_disk_fails_for_good_closes_in_time(tmp_path: Path) -> None:
+    with _world(tmp_path) as world:
+        ns = world.declare(_namespace())
+        world.disk.before_step = _fail_writes
+        _put(world, world.client(), ns, _keys(4))
+        before_s = world.sim.clock()
+        world.close(drain_s=10.0)
+        assert world.sim.clock() - before_s <= 11.0
+        world.disk.before_step = lambda name, path: None
+        world.open()
+
+
+def test_a_durable_blob_whose_copy_rotted_stays_in_dram_until_it_is_saved_again(
+    tmp_path: Path,
+) -> None:
+    with _world(tmp_path) as world:
+        ns, (key,) = world.declare(_namespace()), _keys(1)
+        client = world.client()
+        assert _put(world, client, ns, [key], retention="durable") == ["stored"]
+        world.finish_all()
+        world.rot(world.ssd_extent(ns, key))
+        world.disk.before_step = _fail_writes
+        assert len(world.run(world.store.verify(60.0))["corrupt"]) == 1
+        world.rest()
+        for other in _keys(60, first=1):
+            _put(world, client, ns, [other])
+        assert world.run(client.put(ns, [key], [content(0, NBYTES)], retention="durable"))
+        for other in _keys(60, first=100):
+            _put(world, client, ns, [other])
+        assert world.run(client.read(ns, [key])) == [content(0, NBYTES)]
+        world.audit()
+        world.disk.before_step = lambda name, path: None
+        world.reopen()
+        assert world.run(world.client().read(ns, [key])) == [content(0, NBYTES)]
+
+
+def test_without_a_disk_no_blob_stays_for_having_been_put_as_durable(tmp_path: Path) -> None:
+    with SimStore(tmp_path, dram_bytes=MIB, staging_bytes=256 * KIB, ssd_bytes=0) as world:
+        ns = world.declare(_namespace())
+        client = world.client()
+        for key in _keys(20):
+            assert _put(world, client, ns, [key], retention="durable") == ["refused"]
+            assert client.exists(ns, [key]) == [True]

@@ -136,7 +136,10 @@ def _audit_policies(store: Store) -> None:
         for record in records
         if record.packed
         and not (record.pins or record.dram_children or record.dirty or record.fill)
-        and (record.ssd is not False or not (record.has_children or record.heirs))
+        and (
+            record.ssd is not False
+            or not (record.has_children or record.heirs or record.retention is Retention.DURABLE)
+        )
     }
     _same(set(store.residency._policy.victims()), evictable, "DRAM policy")
     assert len(store.residency._policy) == len(evictable)
