@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 from blobstore.digest import payload_digest, piece_digests
 from blobstore.drafts import Reservation
 from blobstore.index import Retention
+from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
 from blobstore.readers import Found
 from blobstore.store import Store
@@ -178,3 +180,13 @@ class StoreClient:
     def exit(self) -> None:
         """The process ends, whatever it was doing."""
         self.store.gone(self.holder)
+
+
+def opaque(nbytes: int, model: str = "m") -> Namespace:
+    """A namespace of blobs of `nbytes`."""
+    return Namespace(model, KVLayout.opaque(nbytes), tokens_per_blob=16)
+
+
+def chain(n: int, name: str = "") -> list[bytes]:
+    """Keys of a chain of `n` blobs, told from others by its name."""
+    return [hashlib.sha256(f"{name}/{number}".encode()).digest() for number in range(n)]
