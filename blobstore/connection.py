@@ -184,7 +184,11 @@ class Connection(asyncio.Protocol):
     def _send(self, request_id: int, reply: p.Reply) -> None:
         if self._open and (request_id or isinstance(reply, p.Failed)):
             assert self._transport is not None
-            self._transport.write(framing.pack(request_id, self._boot_id, p.encode(reply)))
+            body = p.encode(reply)
+            if len(body) > framing.MAX_BODY_BYTES:
+                self._undo(reply)
+                body = p.encode(_failed(_too_large(reply, len(body))))
+            self._transport.write(framing.pack(request_id, self._boot_id, body))
 
     def _ping(self, m: p.Ping) -> Answer:
         return p.Pong(m.payload)
@@ -271,6 +275,13 @@ def _bounded(seconds: float) -> float:
     if not 0 <= seconds <= TIMEOUT_MAX_S:
         raise InvalidRequest(f"{seconds} s is not between 0 and {TIMEOUT_MAX_S:.0f} s")
     return seconds
+
+
+def _too_large(reply: p.Reply, nbytes: int) -> FrameTooLarge:
+    return FrameTooLarge(
+        f"{type(reply).__name__} of {nbytes} bytes exceeds the limit of {framing.MAX_BODY_BYTES}: "
+        "ask for less at a time"
+    )
 
 
 def _failed(error: BlobStoreError) -> p.Failed:

@@ -19,6 +19,9 @@ NO_EXTENT = (1 << 64) - 1
 """In place of an offset: nothing was lent for this key (`Reserved.reasons` says why)."""
 
 
+KEYS_MAX = 100_000
+"""Keys of one call: bounds its reply, and how long others wait for it."""
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """A number, position or id. Never negative: Python would count from the end."""
 

@@ -78,6 +78,8 @@ class Writers:
         when too many wait.
         """
         sizes = self._sizes(ns, keys, parent_key, tail_tokens, parts)
+        if group and not parts and ns.layout.n_parts > 1:
+            raise InvalidRequest("a member of a writer group names the parts that it writes")
         deadline_s = self._clock() + timeout_s
         reservation = Reservation(
             self._next_id, holder, ns, retention, self._clock() + self._drafts.ttl_s

@@ -14,6 +14,7 @@ from blobstore.clients.steps import Call, Operation, ask, checked, reason
 from blobstore.errors import BlobStoreError, InvalidRequest, UnknownNamespace
 from blobstore.keys import Keys
 from blobstore.protocol import (
+    KEYS_MAX,
     Declare,
     Declared,
     Done,
@@ -34,6 +35,9 @@ from blobstore.protocol import (
     Stats,
     Verify,
 )
+
+STAT_KEYS = 1000
+"""Keys of one Stat: their facts take about 300 bytes each."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -80,25 +84,31 @@ def match(ns: BoundNamespace, keys: Keys) -> Operation[Hit]:
 
 def exists(ns: BoundNamespace, keys: Keys) -> Operation[list[bool]]:
     """Which keys are held."""
-    if not keys:
-        return []
-    request = Exists(ns.id, keys.packed, keys.key_bytes)
+    held = b""
     try:
-        found = yield from ask_in(ns, request, Held)
+        for some in _cut(keys, KEYS_MAX):
+            request = Exists(ns.id, some.packed, some.key_bytes)
+            held += (yield from ask_in(ns, request, Held)).held
     except BlobStoreError as error:
         reason(error)
         return [False] * len(keys)
-    return [held != 0 for held in found.held]
+    return [flag != 0 for flag in held]
 
 
 def drop(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
     """Free blobs; how many."""
-    return _done(ns, Drop(ns.id, keys.packed, keys.key_bytes, tier))
+    dropped = 0
+    for some in reversed(_cut(keys, KEYS_MAX)):  # in DRAM, what continues a blob keeps it
+        dropped += yield from _done(ns, Drop(ns.id, some.packed, some.key_bytes, tier))
+    return dropped
 
 
 def pin(ns: BoundNamespace, keys: Keys, ttl_s: float) -> Operation[int]:
     """Keep blobs from eviction; how many."""
-    return _done(ns, Pin(ns.id, keys.packed, keys.key_bytes, ttl_s))
+    pinned = 0
+    for some in _cut(keys, KEYS_MAX):
+        pinned += yield from _done(ns, Pin(ns.id, some.packed, some.key_bytes, ttl_s))
+    return pinned
 
 
 def prefetch(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
@@ -110,10 +120,12 @@ def prefetch(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
 
 def stat(ns: BoundNamespace, keys: Keys) -> Operation[list[dict[str, Any]]]:
     """Facts about each blob."""
-    if not keys:
-        return []
-    report = yield from _report(Stat(ns.id, keys.packed, keys.key_bytes), ns)
-    blobs: list[dict[str, Any]] = report.get("blobs", [])
+    blobs: list[dict[str, Any]] = []
+    for some in _cut(keys, STAT_KEYS):
+        report = yield from _report(Stat(ns.id, some.packed, some.key_bytes), ns)
+        if "blobs" not in report:
+            return []
+        blobs += report["blobs"]
     return blobs
 
 
@@ -125,6 +137,11 @@ def stats() -> Operation[dict[str, Any]]:
 def verify(call: Call) -> Operation[dict[str, Any]]:
     """Read every blob and check its digests."""
     return (yield from _report(Verify(call.daemon_timeout_s())))
+
+
+def _cut(keys: Keys, n: int) -> list[Keys]:
+    """Consecutive keys, at most `n` for each request."""
+    return [keys[start : start + n] for start in range(0, len(keys), n)]
 
 
 def _done(ns: BoundNamespace, request: Keyed) -> Operation[int]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from blobstore.protocol import KEYS_MAX
+
 WINDOW_BYTES = 32 << 20
 """Large against a round trip (50 µs), small against what the last window leaves unoverlapped."""
 
@@ -18,7 +20,7 @@ def windows(sizes: Sequence[int], lent_bytes_max: int) -> list[range]:
     cut = []
     first = taken = 0
     for at, nbytes in enumerate(sizes):
-        if at > first and taken + nbytes > limit:
+        if at > first and (taken + nbytes > limit or at - first == KEYS_MAX):
             cut.append(range(first, at))
             first, taken = at, 0
         taken += nbytes

@@ -15,8 +15,12 @@ from blobstore.clients import (
     Shard,
     WriterGroup,
 )
+from blobstore.protocol import KEYS_MAX, Failed, Match, Ping, Pong, Reserve, Stat
+from blobstore.transports.framing import MAX_BODY_BYTES
 from blobstore.units import KIB
 from tests.support.blobs import chain, opaque, payloads_of, put
+from tests.support.daemon import Daemon
+from tests.support.raw_client import RawClient
 
 NBYTES = 100 * KIB
 N = 4
@@ -92,3 +96,35 @@ class TestGroups:
             with kv.put(second, key, group=group):
                 pass
         assert (busy.results, busy.reasons) == (["refused"], ["unwritten"])
+
+    def test_a_rank_that_names_no_parts_is_refused(
+        self, kv: Any, sharded: Namespace, shared: Daemon
+    ) -> None:
+        """It would seal what the others have not written."""
+        ns = kv.namespace(sharded)
+        key = sharded.keys(range(16))
+        with RawClient(shared.socket) as raw:
+            reply = raw.ask(Reserve(ns.id, key.packed, 32, b"", 0, "standard", 1.0, "engine", 3))
+        assert isinstance(reply, Failed)
+        assert (reply.code, "names the parts" in reply.message) == ("invalid_request", True)
+
+
+class TestLargeCalls:
+    def test_a_reply_beyond_the_frame_limit_is_an_error_that_harms_nothing(
+        self, kv: Any, ns: BoundNamespace, namespace: Namespace, shared: Daemon
+    ) -> None:
+        keys = chain(namespace, 3, 2)
+        put(kv, namespace, keys)
+        with RawClient(shared.socket) as raw:
+            reply = raw.ask(Stat(ns.id, keys[1] * 40_000, 32))
+            assert isinstance(reply, Failed)
+            assert reply.code == "frame_too_large"
+            assert str(MAX_BODY_BYTES) in reply.message
+            assert isinstance(raw.ask(Ping()), Pong)
+        assert len(kv.stat(ns, list(keys) * 20_000)) == 40_000
+
+    def test_the_keys_of_a_call_are_bounded(self, ns: BoundNamespace, shared: Daemon) -> None:
+        with RawClient(shared.socket) as raw:
+            reply = raw.ask(Match(ns.id, bytes(32) * (KEYS_MAX + 1), 32))
+        assert isinstance(reply, Failed)
+        assert (reply.code, str(KEYS_MAX) in reply.message) == ("invalid_request", True)

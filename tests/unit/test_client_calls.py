@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
-from blobstore.clients import BoundNamespace, Hit, KVLayout, Namespace
+from blobstore.clients import BoundNamespace, Hit, KVLayout, Namespace, operations
+from blobstore.clients.windows import windows
 from blobstore.errors import FrameTooLarge, InvalidRequest, Unavailable
 from blobstore.protocol import (
+    KEYS_MAX,
     Declare,
     Done,
     Drop,
@@ -320,3 +322,41 @@ def test_only_addresses_of_sockets_are_taken(kind: str, address: str) -> None:
 def test_a_path_that_does_not_fit_an_address_is_refused_with_its_length(kind: str) -> None:
     with pytest.raises(InvalidRequest, match=r"107 bytes.*has 124"):
         connect(kind, "unix:/tmp/" + "x" * 119)
+
+
+def test_calls_of_many_keys_are_cut_so_that_their_replies_are_bounded(
+    daemon: ScriptedDaemon, kv: Any, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(daemon, 4)
+    monkeypatch.setattr(operations, "STAT_KEYS", 2)
+    monkeypatch.setattr(operations, "KEYS_MAX", 3)
+    assert [facts["nbytes"] for facts in kv.stat(ns, KEYS)] == [NBYTES] * 4
+    assert kv.exists(ns, KEYS) == [True] * 4
+    assert kv.pin(ns, KEYS, 1.0) == 4
+    assert kv.drop(ns, KEYS) == 4
+    sizes = {
+        kind: [len(r.keys) // r.key_bytes for r in daemon.seen(kind) if isinstance(r, kind)]
+        for kind in (Stat, Exists, Pin, Drop)
+    }
+    assert sizes == {Stat: [2, 2], Exists: [3, 1], Pin: [3, 1], Drop: [1, 3]}
+
+
+def test_a_fault_in_the_middle_of_a_cut_call_is_a_miss(
+    daemon: ScriptedDaemon, kv: Any, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store(daemon, 4)
+    monkeypatch.setattr(operations, "STAT_KEYS", 2)
+    monkeypatch.setattr(operations, "KEYS_MAX", 2)
+
+    def second_fails(request: Request) -> Any:
+        fails = len(daemon.seen(type(request))) == 2
+        return Failed("busy", "") if fails else daemon.default(request)
+
+    daemon.script[Stat] = daemon.script[Exists] = second_fails
+    assert kv.stat(ns, KEYS) == []
+    assert kv.exists(ns, KEYS) == [False] * 4
+
+
+def test_a_window_has_no_more_keys_than_a_call_may_have() -> None:
+    cut = windows([0] * (KEYS_MAX + 1), 80)
+    assert cut == [range(KEYS_MAX), range(KEYS_MAX, KEYS_MAX + 1)]
