@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from functools import partial
 from typing import TypeVar
 
@@ -56,32 +57,35 @@ def get_into(
     targets = buffers_for(buffers, share.sizes, writable=True)
     filled = 0
     ticket: Ticket | None = None
-    cut = windows(share.blob_sizes, lent_bytes_max)
-    for number, window in enumerate(cut):
+    waiting = deque(windows(share.blob_sizes, lent_bytes_max))
+    while waiting:
+        window = waiting.popleft()
         asked = keys[window.start : window.stop]
         try:
             leased = None
             if ticket is not None:
-                leased = checked((yield ticket), Leased)
+                leased, ticket = checked((yield ticket), Leased), None
                 if leased.reason == _NO_ROOM:
                     # The window before was held then, and no longer is.
                     LeaseBase(ns, asked, call.link, leased).release()
                     leased = None
             if leased is None:
                 leased = yield from ask_in(ns, _request(call, ns, asked), Leased)
-            ticket = None
             with LeaseBase(ns, asked, call.link, leased) as lease:
-                if len(lease) == len(window) and number + 1 < len(cut):
-                    following = cut[number + 1]
-                    ahead = _request(call, ns, keys[following.start : following.stop])
-                    ticket = yield Posted(ahead)
+                n = len(lease)
+                if n == len(window) and waiting:
+                    ahead = keys[waiting[0].start : waiting[0].stop]
+                    ticket = yield Posted(_request(call, ns, ahead))
                 yield Work(partial(_copy_out, lease, window, share, targets))
-                filled += len(lease)
+                filled += n
         except BlobStoreError as error:
             reason(error)
             break
-        if ticket is None:
-            break
+        if n < len(window):
+            if leased.reason != _NO_ROOM or n == 0:
+                break
+            # What was just copied makes room for the rest.
+            waiting.appendleft(window[n:])
     return filled
 
 

@@ -48,7 +48,7 @@ def address_of(view: memoryview) -> int:
     return np.frombuffer(view, np.uint8).ctypes.data
 
 
-def leases(kv: Any) -> int:
+def count_leases(kv: Any) -> int:
     count: int = kv.stats()["leases"]
     return count
 
@@ -141,11 +141,11 @@ class TestItsEnd:
         flood(other)
         assert view == payload_of(keys[2], NBYTES)
         assert array.tobytes() == payload_of(keys[5], NBYTES)
-        assert leases(other) == 1
+        assert count_leases(other) == 1
         del view
-        assert leases(other) == 1
+        assert count_leases(other) == 1
         del array
-        poll_until(lambda: leases(other) == 0, 5.0, "the lease ends with its last view")
+        poll_until(lambda: count_leases(other) == 0, 5.0, "the lease ends with its last view")
         with pytest.raises(InvalidRequest, match="released"):
             lease[0]
 
@@ -153,9 +153,9 @@ class TestItsEnd:
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
     ) -> None:
         view = kv.get(ns, keys)[0]
-        assert leases(other) == 1
+        assert count_leases(other) == 1
         del view
-        poll_until(lambda: leases(other) == 0, 5.0, "the lease has ended")
+        poll_until(lambda: count_leases(other) == 0, 5.0, "the lease has ended")
 
     def test_it_may_be_released_twice_and_others_stay(
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
@@ -166,7 +166,7 @@ class TestItsEnd:
             lease.release()
         with lease, pytest.raises(InvalidRequest, match="released"):
             lease[0]
-        poll_until(lambda: leases(other) == 1, 5.0, "one is left")
+        poll_until(lambda: count_leases(other) == 1, 5.0, "one is left")
         kv.drop(ns, keys[:1])
         flood(other)
         assert_bytes(kept, keys)
@@ -177,7 +177,7 @@ class TestItsEnd:
     ) -> None:
         with pytest.raises(ZeroDivisionError), kv.get(ns, keys) as lease:
             _ = lease[0][0] // 0
-        poll_until(lambda: leases(other) == 0, 5.0, "the lease has ended")
+        poll_until(lambda: count_leases(other) == 0, 5.0, "the lease has ended")
 
     def test_a_thousand_that_nobody_used_leave_no_pin(
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
@@ -192,7 +192,7 @@ class TestItsEnd:
         del lease, cycle
         gc.collect()
         poll_until(lambda: other.stats()["pinned_bytes"] == 0, 5.0, "nothing is pinned")
-        assert leases(other) == 0
+        assert count_leases(other) == 0
         flood(other)
 
     def test_what_is_leased_stays_under_a_flood_and_what_was_matched_need_not(
@@ -210,23 +210,27 @@ class TestItsEnd:
         with kv.get(ns, matched) as late:
             assert (len(late), late.reason) == (0, "absent")
 
-    def test_a_full_arena_of_leases_refuses_puts_and_serves_on(
-        self, kv: Any, model: str, other: Client
-    ) -> None:
-        large = opaque(4 * MIB, model)
-        ns, keys = kv.namespace(large), chain(large, 1, 6)
-        contents = payloads_of(keys, 4 * MIB)
-        for at in range(6):
-            parent = keys[at - 1] if at else None
-            kv.put_from(ns, keys[at : at + 1], contents[at : at + 1], parent=parent)
-        with kv.get(ns, keys) as lease:
-            assert len(lease) == 6
-            with kv.put(ns, chain(large, 2, 1), timeout_s=0.2) as writer:
-                pass
-            assert (writer.results, writer.reasons) == (["refused"], ["full"])
-            assert [bytes(view) for view in kv.get(ns, keys[:2])] == contents[:2]
-            assert [bytes(view) for view in lease] == contents
-        assert kv.put_from(ns, chain(large, 2, 1), [bytes(4 * MIB)]) == ["stored"]
+    def test_a_full_arena_of_leases_refuses_puts_and_serves_on(self, kv: Any, model: str) -> None:
+        large = opaque(MIB, model)
+        ns, leases, reasons = kv.namespace(large), list[Lease](), [""]
+        contexts = (chain(large, seed, 1) for seed in range(DRAM_BYTES // MIB))
+        for keys in contexts:
+            with kv.put(ns, keys, retention="volatile", timeout_s=0.1) as writer:
+                writer[0][:] = payload_of(keys[0], MIB)
+            if writer.results == ["refused"]:
+                reasons = writer.reasons
+                break
+            leases.append(kv.get(ns, keys))
+        assert reasons == ["full"]
+        assert len(leases) >= DRAM_BYTES // 2 // MIB
+        for seed, lease in enumerate(leases):
+            (key,) = chain(large, seed, 1)
+            assert lease[0] == kv.get(ns, [key])[0] == payload_of(key, MIB)
+        leases.pop(3).release()
+        assert put(kv, large, chain(large, 1000, 1), "volatile") == ["stored"]
+        assert kv.match(ns, chain(large, 3, 1)).blobs == 0
+        for lease in leases:
+            lease.release()
 
 
 class TestBeyondTheArena:
@@ -251,6 +255,18 @@ class TestBeyondTheArena:
         assert all(
             buffer == payload_of(key, MIB) for buffer, key in zip(buffers, context, strict=True)
         )
+
+    @pytest.mark.parametrize("nbytes", [MIB + 7, 3 * MIB, 5 * MIB])
+    def test_it_is_copied_whole_wherever_room_ends_in_a_window(
+        self, kv: Any, model: str, nbytes: int
+    ) -> None:
+        odd = opaque(nbytes, model)
+        keys = chain(odd, 1, DRAM_BYTES * 3 // 2 // nbytes)
+        assert put(kv, odd, keys) == ["stored"] * len(keys)
+        make_cold(kv, kv.namespace(odd), keys)
+        buffers = [bytearray(nbytes) for _ in keys]
+        assert kv.get_into(kv.namespace(odd), keys, buffers) == len(keys)
+        assert buffers == payloads_of(keys, nbytes)
 
     def test_a_lease_gives_as_much_as_there_is_room_for(
         self, kv: Any, large: Namespace, context: Keys
@@ -313,7 +329,7 @@ class TestGetInto:
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
     ) -> None:
         kv.get_into(ns, keys, bytearray(N * NBYTES))
-        poll_until(lambda: leases(other) == 0, 5.0, "its leases have ended")
+        poll_until(lambda: count_leases(other) == 0, 5.0, "its leases have ended")
 
 
 @pytest.fixture
