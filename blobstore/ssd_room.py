@@ -6,11 +6,14 @@ leaves the index with its copy here. Used on the event loop only.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from blobstore.committer import Committer
 from blobstore.counters import Counters
 from blobstore.errors import Full
 from blobstore.index import Index, Record, Retention
 from blobstore.residency import Residency
+from blobstore.tiering.placement import blocks_of
 from blobstore.tiering.policy import Policy
 from blobstore.tiering.ssd import SsdTier
 from blobstore.tiering.tier import Extent
@@ -67,7 +70,8 @@ class SsdRoom:
             try:
                 extent = self._ssd.allocate(nbytes)
             except Full:
-                if not (self._committer.removing or self.shed(nbytes)):
+                missing = blocks_of(nbytes) - self._ssd.free_bytes
+                if not (self._committer.removing or self.shed(missing if missing > 0 else nbytes)):
                     raise
                 await self._committer.round()
             else:
@@ -75,22 +79,32 @@ class SsdRoom:
                 return extent
 
     def shed(self, nbytes: int) -> bool:
-        """Choose cold leaves to leave until `nbytes` are on their way out; whether any are."""
-        shed_bytes, n_shed = 0, 0
-        while shed_bytes < nbytes:
-            victims: list[Record] = []
-            for victim in self._policy.victims():
-                if shed_bytes >= nbytes:
-                    break
-                if _may_leave(victim):
-                    shed_bytes += victim.nbytes
-                    victims.append(victim)
-            if not victims:
-                break
-            for victim in victims:  # which makes leaves of their parents
-                self._evict(victim)
-            n_shed += len(victims)
-        return n_shed > 0
+        """Let cold leaves, and what they bare, of `nbytes` in sum leave; if too few may, none."""
+        victims = self._victims(nbytes)
+        for victim in victims:
+            self._evict(victim)
+        return bool(victims)
+
+    def _victims(self, nbytes: int) -> list[Record]:
+        chosen: list[Record] = []
+        left: dict[Record, int] = {}
+        turn: Iterable[Record] = self._policy.victims()
+        while True:
+            bared: list[Record] = []
+            for victim in turn:
+                if not _may_leave(victim):
+                    continue
+                chosen.append(victim)
+                if isinstance(victim.ssd, Extent):
+                    nbytes -= blocks_of(victim.ssd.nbytes)
+                if nbytes <= 0:
+                    return chosen
+                above = _bared_by(victim, left)
+                if above is not None:
+                    bared.append(above)
+            if not bared:
+                return []
+            turn = sorted(bared, key=lambda record: record.last_used)
 
     def _shed_ahead(self, nbytes: int) -> None:
         ahead_bytes = min(self._ssd.capacity_bytes // 16, AHEAD_BYTES_MAX)
@@ -107,4 +121,23 @@ class SsdRoom:
 
 def _may_leave(record: Record) -> bool:
     busy = record.pins or record.heirs or record.dirty or record.fill is not None
-    return not busy and not record.has_children
+    kept = record.ssd is False or record.retention is Retention.DURABLE
+    return not (busy or kept)
+
+
+def _bared_by(victim: Record, left: dict[Record, int]) -> Record | None:
+    """The blob that nothing continues any more once `victim` has left; holes go along.
+
+    `left` counts the children of each such blob that have not been chosen.
+    """
+    node: Record | None = victim
+    while node is not None and not node.packed:  # what is in DRAM stays in the tree
+        node = node.parent
+        if node is None:
+            break
+        left[node] = left.get(node, sum(1 for _ in node.children())) - 1
+        if left[node]:
+            break
+        if not node.hole:
+            return node
+    return None

@@ -276,12 +276,15 @@ class Writeback:
             except (Corrupt, StorageFailed) as error:
                 await work(self._pool, self._ssd.free, extent)
                 # A disk that others filled has less room than we were given: shed, once.
-                if last or not _is_full(error) or not self._room.shed(2 * record.nbytes):
+                if last or not _is_full(error) or not self._shed(record.nbytes):
                     raise
                 await self._committer.round()
             else:
                 return extent
         raise AssertionError("unreachable")
+
+    def _shed(self, nbytes: int) -> bool:
+        return self._room.shed(2 * nbytes) or self._room.shed(nbytes)
 
     def _write_checked(self, record: Record, extent: Extent) -> None:
         """Check the bytes against their digest and write them (work).

@@ -234,3 +234,40 @@ def test_without_a_disk_no_blob_stays_for_having_been_put_as_durable(tmp_path: P
         for key in _keys(20):
             assert _put(world, client, ns, [key], retention="durable") == ["refused"]
             assert client.exists(ns, [key]) == [True]
+
+
+def test_a_blob_that_the_ssd_cannot_hold_costs_no_other_its_place(tmp_path: Path) -> None:
+    with SimStore(tmp_path, dram_bytes=48 * MIB, ssd_bytes=16 * MIB) as world:
+        ns, big = world.declare(_namespace(1536 * KIB)), world.declare(_namespace(20 * MIB))
+        keys = _keys(8)
+        client = world.client()
+        for chain in (keys[:5], keys[5:]):
+            _put(world, client, ns, chain, nbytes=1536 * KIB)
+            world.finish_all()
+        world.call(client.drop, ns, keys, "dram")
+        assert _put(world, client, big, _keys(1), nbytes=20 * MIB) == ["stored"]
+        world.finish_all()
+        assert all(client.exists(ns, keys))
+        assert world.store.counters.ssd_evicted == 0
+        world.audit()
+
+
+def test_room_on_the_ssd_comes_from_the_ends_of_chains(tmp_path: Path) -> None:
+    with SimStore(tmp_path, dram_bytes=48 * MIB, ssd_bytes=16 * MIB) as world:
+        ns, big = world.declare(_namespace(1536 * KIB)), world.declare(_namespace(9 * MIB))
+        keys = _keys(8)
+        client = world.client()
+        _put(world, client, ns, keys, nbytes=1536 * KIB)
+        world.finish_all()
+        world.call(client.drop, ns, keys, "dram")
+        _lose(world, ns, keys[5])
+        assert len(world.run(client.read(ns, keys))) == 5
+        world.finish_all()
+        world.call(client.drop, ns, keys, "dram")
+        assert _put(world, client, big, _keys(1), nbytes=9 * MIB) == ["stored"]
+        world.finish_all()
+        n = client.match(ns, keys)
+        assert 1 <= n <= 4
+        assert client.exists(ns, keys) == [True] * n + [False] * (8 - n)
+        assert world.store.state(big.id).blobs[_keys(1)[0]].ssd is not False
+        world.audit()
