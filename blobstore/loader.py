@@ -73,8 +73,9 @@ class Loader:
     def begin(self, records: Sequence[Record], *, stream: bool) -> int:
         """Start to load blobs that are on SSD alone; how many leading ones found room.
 
-        The caller keeps all of them pinned during this call; each load then
-        holds its own pin until it has ended. Follow `record.fill`.
+        None may have an extent already: whoever reads its bytes must not see them change.
+        The caller keeps all of them pinned during this call; each load then holds its
+        own pin until it has ended. Follow `record.fill`.
         """
         n = len(records)
         if not self._take(records):
@@ -94,9 +95,9 @@ class Loader:
             await asyncio.wait(self._tasks)
 
     def _take(self, records: Sequence[Record]) -> bool:
-        # Bytes that were put aside, or of a load that failed, may still be under a lease:
-        # the new ones are the same or better, and take their place.
-        return self._residency.take([r for r in records if r.dram is None], loading=True)
+        # Bytes that were put aside, or of a load that failed, may still be under a lease.
+        assert all(record.dram is None for record in records)
+        return self._residency.take(records, loading=True)
 
     def _open(self, record: Record) -> _Load:
         ends = [*range(PIECE_BYTES, record.nbytes, PIECE_BYTES), record.nbytes]

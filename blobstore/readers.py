@@ -182,6 +182,8 @@ class Readers:
                 if not drafts:
                     break
                 record = drafts[0]
+            elif record.dram is not None and record.packed == b"" and record.fill is None:
+                self._residency.reclaim(record)  # of a load that failed, or put aside
             items.append(record)
         return items
 
@@ -295,14 +297,17 @@ def _origin(record: Record) -> str:
 
 
 def _is_cold(record: Record) -> bool:
-    """Only a load can make it readable."""
-    return record.ssd is not False and record.packed == b"" and record.fill is None
+    """Only a load can make it readable, and nobody reads what an earlier one left."""
+    no_bytes = record.packed == b"" and record.dram is None
+    return record.ssd is not False and no_bytes and record.fill is None
 
 
 def _why_not(record: Record) -> str:
     if record.gone:
         return "gone"
-    return "no_room" if record.ssd is not False and record.dram is None else "failed"
+    if record.ssd is False:
+        return "failed"
+    return "no_room" if record.dram is None else "busy"
 
 
 def _heir(record: Record, follow: bool) -> Record | None:

@@ -181,16 +181,17 @@ class Residency:
         if record.dram is not None:
             self._free(record)
 
-    def reclaim(self, hole: Record) -> bool:
-        """Free the bytes that a hole still has, unless somebody may read them; whether it has none.
+    def reclaim(self, record: Record) -> bool:
+        """Free bytes that nobody is given any more, if nobody has them; whether there are none.
 
-        Leases on what continues the hole cover its bytes without a pin of their own.
+        Leases on what continues the record cover its bytes without a pin of their own.
         """
-        if hole.dram is not None and not hole.pins and not _held_from_below(hole):
-            parent = self._free(hole)
+        assert not record.packed
+        if record.dram is not None and not record.pins and not _held_from_below(record):
+            parent = self._free(record)
             if parent is not None:
                 self.settle(parent)
-        return hole.dram is None
+        return record.dram is None
 
     def hand_over(self, record: Record, to: Record) -> None:
         """Make the bytes of `record`, which was never shown, readable under `to` instead."""

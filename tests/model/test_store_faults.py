@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from blobstore.layer_group import LayerGroup
 from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
 from blobstore.units import KIB, MIB
@@ -271,3 +272,55 @@ def test_room_on_the_ssd_comes_from_the_ends_of_chains(tmp_path: Path) -> None:
         assert client.exists(ns, keys) == [True] * n + [False] * (8 - n)
         assert world.store.state(big.id).blobs[_keys(1)[0]].ssd is not False
         world.audit()
+
+
+LAYERS = KVLayout((LayerGroup.attention(layers=4, heads=16, head_size=64),))
+"""Four parts of 1 MiB."""
+
+
+def _layered(world: SimStore) -> tuple[Namespace, int]:
+    ns = world.declare(Namespace("layers", LAYERS, tokens_per_blob=256))
+    assert [part.nbytes for part in LAYERS.parts(256)] == [MIB] * 4
+    return ns, 4 * MIB
+
+
+def test_bytes_that_a_reader_has_verified_are_never_loaded_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with SimStore(tmp_path, dram_bytes=24 * MIB, ssd_bytes=32 * MIB) as world:
+        (ns, nbytes), (key,) = _layered(world), _keys(1)
+        payload = content(0, nbytes)
+        client = world.client()
+        _put(world, client, ns, [key], nbytes=nbytes)
+        world.finish_all()
+        world.call(client.drop, ns, [key], "dram")
+        reads: list[Path] = []
+
+        def fail_later_reads(name: str, path: Path) -> None:
+            if name == "preadv":
+                reads.append(path)
+                if len(reads) > 1:
+                    raise OSError(errno.EIO, "the disk fails")
+
+        world.disk.before_step = fail_later_reads
+        get = world.sim.start(client.get(ns, [key], stream=True))
+        first = world.sim.finish(get)
+        waits = [world.sim.start(first.wait(0, at * MIB, (at + 1) * MIB)) for at in range(4)]
+        ready = [world.sim.finish(wait) == "" for wait in waits]
+        world.finish_all()
+        assert any(ready)
+        assert not all(ready)
+        world.disk.before_step = lambda name, path: None
+        extent = world.ssd_extent(ns, key)
+        for at in range(4):
+            world.rot(extent, at * MIB)
+        second = world.run(client.get(ns, [key]))
+        assert (len(second), second.reason) == (0, "busy")
+        for at in range(4):
+            part = slice(at * MIB, (at + 1) * MIB)
+            assert not ready[at] or first[0][part] == payload[part]
+            world.rot(extent, at * MIB)  # which mends it
+        world.call(first.release)
+        world.audit()
+        assert world.run(client.read(ns, [key])) == [payload]
+    caplog.clear()  # the error holds frames, and these hold views
