@@ -130,6 +130,8 @@ class Arena:
         os.close(self.read_only_fd)
         os.close(self.fd)
         self.fd = self.read_only_fd = -1
+        with suppress(BufferError):
+            self.view.release()  # others may have kept it for longer than they use it
         self.view, self.array = memoryview(b""), np.empty(0, np.uint8)
         with suppress(BufferError):
             self._map.close()

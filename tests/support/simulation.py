@@ -151,6 +151,7 @@ class Simulation:
 
     def rest(self) -> None:
         """Let threads do all that they have, while the clock stands still."""
+        self.loop.run_ready()
         for _ in range(STEPS_MAX):
             if not self.step():
                 return
