@@ -133,6 +133,22 @@ def test_warm_counts_leading_blobs_in_dram(tree: Tree) -> None:
     assert tree.index.warm(tree.state, keys, 32, 6) == 3
 
 
+@pytest.mark.parametrize(
+    ("warm", "cold", "appended"), [(0, 1, 1), (0, 3, 3), (1, 8, 1), (3, 4, 1), (12, 8, 4)]
+)
+def test_warm_is_not_deceived_by_what_was_appended_to_a_cold_blob(
+    tree: Tree, warm: int, cold: int, appended: int
+) -> None:
+    records = tree.chain(0, warm)
+    for number in range(warm, warm + cold):
+        records.append(tree.add(number, records[-1] if records else None, dram=False))
+    tree.chain(warm + cold, appended, records[-1])
+    n = warm + cold + appended
+    keys = b"".join(map(key_of, range(n)))
+    assert tree.index.leading(tree.state, keys, 32) == n
+    assert tree.index.warm(tree.state, keys, 32, n) == warm
+
+
 def test_a_leaf_whose_bytes_are_lost_goes_and_its_parent_is_told(tree: Tree) -> None:
     parent, leaf = tree.chain(0, 2)
     assert tree.lose(leaf) is parent
