@@ -103,13 +103,13 @@ class Drafts:
         now_s = self._clock()
         return [d for d in self._of_groups.values() if d.expires_s <= now_s and not d.closing]
 
-    def seal_parts(self, draft: Draft, parts: Sequence[int]) -> None:
-        """Count parts as written; readers who follow the blob may have them."""
+    def seal_parts(self, draft: Draft, parts: Sequence[int], *, readable: bool = True) -> None:
+        """Count parts as written; if `readable`, readers who follow the blob may have them."""
         draft.expires_s = self._clock() + self.ttl_s
         fill = draft.record.fill
         for part in parts:
             draft.missing.discard(part)
-            if fill is not None:
+            if fill is not None and readable:
                 fill.mark(part, part + 1)
 
     def kill(self, draft: Draft, answer: Answer) -> None:
@@ -120,7 +120,7 @@ class Drafts:
         record = draft.record
         record.gone = True
         if record.fill is not None and not record.fill.finished:
-            record.fill.fail(answer[1])
+            record.fill.fail(_why_no_more(answer))
         self._residency.settle(record)
 
     def published(self, draft: Draft, answer: Answer) -> None:
@@ -137,3 +137,11 @@ class Drafts:
             del record.ns.drafts[record.key]
         if draft.group_key is not None:
             del self._of_groups[draft.group_key]
+
+
+def _why_no_more(answer: Answer) -> str:
+    """What readers are told who follow a draft that is not published."""
+    result, reason = answer
+    if result == "refused":
+        return reason
+    return "divergent" if result == "divergent" else "moved"  # to the blob under the key

@@ -173,7 +173,8 @@ class Sealing:
         else:
             answer = self.compare(existing, record.digest, record.retention)
         assert own.fill is not None
-        own.fill.finish()  # readers who followed it have every byte
+        if record is own and answer[0] in ("stored", "exists"):
+            own.fill.finish()  # readers who follow it have every byte of what is published
         if shown is own:
             self._drafts.published(draft, answer)
         else:

@@ -361,7 +361,10 @@ class Writers:
             if number in unwritten and not draft.closing:  # in the extent are others' bytes
                 self._drafts.kill(draft, ("refused", "unwritten"))
             elif draft.answer is None and not draft.closing:
-                self._drafts.seal_parts(draft, slot.parts or tuple(draft.missing))
+                parts = slot.parts or tuple(draft.missing)
+                # What completes it is readable once it is published, what may change never.
+                readable = number not in alive and not draft.missing.issubset(parts)
+                self._drafts.seal_parts(draft, parts, readable=readable)
                 draft.copy = draft.copy or number in alive
                 if not draft.missing:
                     complete.append(draft)

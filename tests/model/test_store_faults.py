@@ -15,7 +15,7 @@ from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
 from blobstore.units import KIB, MIB
 from tests.support.sim_store import SimStore
-from tests.support.store_client import StoreClient, content
+from tests.support.store_client import StoreClient, Writing, content
 
 NBYTES = 100 * KIB
 
@@ -324,3 +324,52 @@ def test_bytes_that_a_reader_has_verified_are_never_loaded_over(
         world.audit()
         assert world.run(client.read(ns, [key])) == [payload]
     caplog.clear()  # the error holds frames, and these hold views
+
+
+def _half_written(
+    world: SimStore, client: StoreClient, ns: Namespace, key: bytes, payload: bytes
+) -> Writing:
+    """A blob whose first part is sealed."""
+    writing = world.run(client.reserve(ns, [key]))
+    writing.write(0, payload)
+    world.call(writing.seal_parts, 0, [0])
+    return writing
+
+
+@pytest.mark.parametrize(("alive", "why"), [((), ""), ((0,), "moved")])
+def test_who_follows_a_writer_is_given_only_what_is_published(
+    tmp_path: Path, alive: tuple[int, ...], why: str
+) -> None:
+    with SimStore(tmp_path, dram_bytes=48 * MIB, ssd_bytes=32 * MIB) as world:
+        (ns, nbytes), (key,) = _layered(world), _keys(1)
+        writer, reader = world.client("writer"), world.client("reader")
+        payload = content(0, nbytes)
+        writing = _half_written(world, writer, ns, key, payload)
+        reading = world.run(reader.get(ns, [key], stream=True, wait_for_writers=True))
+        last = world.sim.start(reading.wait(0, 3 * MIB, nbytes))
+        seal = world.sim.start(writing.seal(alive=alive))
+        assert not last.done()
+        assert world.sim.finish(seal) == [("stored", "")]
+        assert world.sim.finish(last) == why
+        assert world.run(reading.wait(0, 0, MIB)) == ""
+        assert world.run(reader.read(ns, [key])) == [payload]
+        world.call(writer.exit)
+        world.call(reading.release)
+
+
+def test_who_follows_a_writer_that_was_second_with_other_bytes_learns_of_it(
+    tmp_path: Path,
+) -> None:
+    with SimStore(tmp_path, dram_bytes=48 * MIB, ssd_bytes=32 * MIB) as world:
+        (ns, nbytes), (key,) = _layered(world), _keys(1)
+        writer, rival, reader = (world.client(name) for name in ("writer", "rival", "reader"))
+        writing = _half_written(world, writer, ns, key, content(0, nbytes))
+        reading = world.run(reader.get(ns, [key], stream=True, wait_for_writers=True))
+        last = world.sim.start(reading.wait(0, 3 * MIB, nbytes))
+        assert world.run(rival.put(ns, [key], [content(1, nbytes)])) == [("stored", "")]
+        assert not last.done()
+        assert world.run(writing.seal())[0][0] == "divergent"
+        assert world.sim.finish(last) == "divergent"
+        assert world.run(reading.wait(0, 0, MIB)) == ""
+        assert world.run(reader.read(ns, [key])) == [content(1, nbytes)]
+        world.call(reading.release)
