@@ -8,6 +8,7 @@ closed is undone: nobody would ever release it.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, cast
@@ -26,7 +27,7 @@ from blobstore.errors import (
     StaleBoot,
     Unavailable,
 )
-from blobstore.holder import Holder
+from blobstore.holder import Granted, Holder
 from blobstore.index import Retention
 from blobstore.readers import Found
 from blobstore.store import Store
@@ -35,13 +36,15 @@ from blobstore.transports import framing
 REQUESTS_IN_FLIGHT_MAX = 1024
 TIMEOUT_MAX_S = 3600.0
 
-_ENDING = (p.Ping, p.Wait, p.Release, p.SealParts, p.Seal, p.Abort, p.Stats)
+_ENDING = (p.Ping, p.Wait, p.Release, p.SealParts, p.Seal, p.Abort, p.Stats, p.Holding)
 """Served while the daemon drains: what brings leases and reservations to their end."""
 
 NOT_A_MESSAGE = (msgspec.MsgspecError, RecursionError)
 """What decoding a body raises."""
 
 Answer = p.Reply | Coroutine[Any, Any, p.Reply]
+
+_ids = itertools.count(1)
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +55,9 @@ class Connection(asyncio.Protocol):
     def __init__(self, store: Store, holder: Holder, on_lost: Callable[[Connection], None]) -> None:
         self.holder = holder
         self.tasks: set[asyncio.Task[None]] = set()
-        self.reservation_ids: set[int] = set()
+        self.connection_id = next(_ids)
+        self._granted = Granted(self.close)
+        self.reservation_ids = self._granted.reservation_ids
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Done once the connection has ended."""
         self._store = store
@@ -81,17 +86,21 @@ class Connection(asyncio.Protocol):
             p.Stat: self._stat,
             p.Stats: self._stats,
             p.Verify: self._verify,
+            p.Holding: self._holding,
         }
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The transport is ready."""
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own class, of its shape
         self._open = True
+        self.holder.granted[self.connection_id] = self._granted
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer left, or `close` was called."""
         self._transport = None
         self._open = False
+        if not (self._granted.lease_ids or self._granted.reservation_ids):
+            self.holder.granted.pop(self.connection_id, None)
         self.lost.set_result(None)
         self._on_lost(self)
 
@@ -184,6 +193,8 @@ class Connection(asyncio.Protocol):
     def _send(self, request_id: int, reply: p.Reply) -> None:
         if self._open and (request_id or isinstance(reply, p.Failed)):
             assert self._transport is not None
+            if type(reply) is p.Leased:
+                self._granted.lease_ids.add(reply.lease_id)
             body = p.encode(reply)
             if len(body) > framing.MAX_BODY_BYTES:
                 self._undo(reply)
@@ -217,8 +228,27 @@ class Connection(asyncio.Protocol):
         )
 
     def _release(self, m: p.Release) -> Answer:
+        self._granted.lease_ids.difference_update(m.lease_ids)
         ended = self._store.readers.release(self.holder, m.lease_ids)
         return p.Done(ended + self._store.writers.acknowledge(self.holder, m.extents))
+
+    def _holding(self, m: p.Holding) -> Answer:
+        holder, own = self.holder, self._granted
+        for connection_id in m.connection_ids:
+            granted = holder.granted.get(connection_id)
+            if granted is None or granted is own:
+                continue
+            granted.end()
+            del holder.granted[connection_id]
+            leases = granted.lease_ids & holder.leases.keys()
+            reservations = granted.reservation_ids & holder.reservations.keys()
+            self._store.readers.release(holder, list(leases.difference(m.lease_ids)))
+            self._store.writers.reclaim(
+                holder, reservations.difference(m.reservation_ids), frozenset(m.extents)
+            )
+            own.lease_ids |= leases.intersection(m.lease_ids)
+            own.reservation_ids |= reservations.intersection(m.reservation_ids)
+        return p.Done()
 
     async def _reserve(self, m: p.Reserve) -> p.Reply:
         state = self._store.state(m.namespace_id)

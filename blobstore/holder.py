@@ -8,6 +8,7 @@ Connections of one process share one holder.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,16 @@ class Lease:
 
 
 @dataclass(slots=True, eq=False)
+class Granted:
+    """What was granted over one connection: replies may be lost with it."""
+
+    end: Callable[[], None]
+    """Closes the connection, if that is still to come."""
+    lease_ids: set[int] = field(default_factory=set)
+    reservation_ids: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True, eq=False)
 class Holder:
     """One client process. `token` tells it from all others, `pid` is for people."""
 
@@ -46,3 +57,5 @@ class Holder:
     One entry for each loan: two writers of a process may share an extent.
     """
     lent_bytes: int = 0
+    granted: dict[int, Granted] = field(default_factory=dict)
+    """By connection: open, or broken while something was granted over it."""

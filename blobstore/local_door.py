@@ -139,7 +139,7 @@ class LocalDoor:
             raise
         connection = Connection(self._store, holder, self._lost)
         try:
-            _send_arena(peer, self._store, request_id)
+            _send_arena(peer, self._store, request_id, connection.connection_id)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, peer)
         except OSError:
             peer.close()
@@ -244,13 +244,14 @@ async def _read_hello(peer: socket.socket) -> tuple[int, protocol.Hello]:
             return request_id, request
 
 
-def _send_arena(peer: socket.socket, store: Store, request_id: int) -> None:
+def _send_arena(peer: socket.socket, store: Store, request_id: int, connection_id: int) -> None:
     welcome = protocol.Welcome(
         protocol.VERSION,
         store.boot_id,
         store.arena.nbytes,
         framing.MAX_BODY_BYTES,
         store.settings.lent_quota_bytes,
+        connection_id,
     )
     frame = framing.pack(request_id, store.boot_id, protocol.encode(welcome))
     # The socket's buffer is empty, so that this neither blocks nor falls short.

@@ -52,6 +52,7 @@ class Welcome(Reply, tag=1):
     arena_bytes: int
     max_body_bytes: int
     lent_bytes_max: int
+    connection_id: Count = 0
 
 
 class Ping(Request, tag=2):
@@ -275,6 +276,20 @@ class Verify(Request, tag=18):
     timeout_s: float
 
 
+class Holding(Request, tag=19):
+    """What this client holds of all that it was granted over connections that broke.
+
+    Leases and reservations of these connections that are not named are ended: the
+    reply may have been lost, or what would have ended them. `extents` are offsets
+    of which there still are writable views. Answered by Done.
+    """
+
+    connection_ids: list[Count]
+    lease_ids: list[Count]
+    reservation_ids: list[Count]
+    extents: list[Count]
+
+
 class Report(Reply, tag=17):
     """A tree of plain values."""
 
@@ -291,7 +306,7 @@ class Failed(Reply, tag=99):
 
 AnyRequest = (
     Hello | Ping | Declare | Match | Get | Wait | Release | Reserve | SealParts | Seal | Abort
-    | Exists | Drop | Pin | Prefetch | Stat | Stats | Verify
+    | Exists | Drop | Pin | Prefetch | Stat | Stats | Verify | Holding
 )  # fmt: skip
 AnyReply = (
     Welcome | Pong | Declared | Matched | Leased | Waited | Done | Reserved | Sealed | Held

@@ -7,7 +7,7 @@ publishing is `Sealing`'s affair. Used on the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from blobstore.counters import Counters
 from blobstore.drafts import Answer, Draft, Drafts, Reservation, Slot
@@ -157,6 +157,20 @@ class Writers:
         self.give_up(reservation, "aborted")
         self._forget(reservation)
         self._take_back(reservation, frozenset(alive))
+
+    def reclaim(
+        self, holder: Holder, reservation_ids: Iterable[int], viewed: frozenset[int]
+    ) -> None:
+        """Abort reservations; the holder has views of the extents at the offsets `viewed`."""
+        for reservation_id in reservation_ids:
+            slots = self._reservation(holder, reservation_id).slots
+            records = [slot.draft.record if slot.draft is not None else None for slot in slots]
+            alive = [
+                number
+                for number, record in enumerate(records)
+                if record is not None and record.dram is not None and record.dram.offset in viewed
+            ]
+            self.abort(holder, reservation_id, alive)
 
     def expire(self) -> None:
         """End reservations past their time; what they lent stays lent until handed back."""

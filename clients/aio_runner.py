@@ -138,7 +138,7 @@ class AioRunner(Contact):
                     raise Unavailable("the client was closed")
         except TimeoutError as error:
             raise no_answer(self._path) from error
-        connection.flush()
+        connection.take_over()
         return connection
 
     async def _connect(self) -> AioConnection:

@@ -16,6 +16,7 @@ from collections import deque
 import msgspec
 
 from blobstore.clients import forks
+from blobstore.clients.returns import Debts
 from blobstore.clients.session import Session
 from blobstore.errors import (
     BlobStoreError,
@@ -105,6 +106,8 @@ class Link:
         self._pending: dict[int, Ticket] = {}
         self._unsent: deque[memoryview] = deque()
         self._unsent_bytes = 0
+        self._unsettled: deque[Debts] = deque()
+        """Whose message is the first of what is unsent."""
         self._returns.sender = self
         forks.watch(self)
 
@@ -161,6 +164,9 @@ class Link:
                 self._write(_NO_REPLY, debts.request)
             except Broken:
                 self._returns.take_back(debts)
+            else:
+                if self._unsent:
+                    self._unsettled.append(debts)
         except BaseException:  # interrupted: it is unknown how much was sent
             self.fail("interrupted while sending")
             raise
@@ -184,6 +190,7 @@ class Link:
                 if boot_id != self._boot_id:
                     raise ProtocolError(f"a frame of boot {boot_id:#x}")
                 reply = decode_reply(body)
+                self._returns.arrive(reply)
                 ticket = self._pending.pop(request_id, None)
                 if ticket is None:
                     self.undo(reply)
@@ -204,6 +211,12 @@ class Link:
             if not taken:
                 returns.give_up(reply.reservation_id)
 
+    def take_over(self) -> None:
+        """Have the daemon end what it granted over broken connections, and never got here."""
+        if self.session.lost_ids:
+            self._returns.reclaim(self.session.lost_ids)
+        self.flush()
+
     def forget(self, ticket: Ticket) -> None:
         """Nobody waits for this reply any longer: undo it if it is here, or when it comes."""
         self._pending.pop(ticket.request_id, None)
@@ -217,6 +230,9 @@ class Link:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)  # wakes whoever waits for it
         self._fail_pending(self.broken_by)
+        while self._unsettled:
+            with contextlib.suppress(IndexError):
+                self._returns.take_back(self._unsettled.popleft())
 
     def leave_parent(self) -> None:
         """In a forked child: close this copy of the socket, and leave the parent's alone."""
@@ -264,6 +280,7 @@ class Link:
                         self._unsent[0] = first[sent:]
                         return
                     self._unsent.popleft()
+                    self._unsettled.clear()
             except Broken:
                 raise
             except BaseException:  # interrupted: it is unknown how much was sent

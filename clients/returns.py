@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from blobstore.protocol import Abort, Release
+from blobstore.protocol import Abort, Holding, Leased, Release, Reply, Reserved
 
 IDS_PER_FRAME = 4096
 """Bounds one Release; the daemon serves others in between."""
@@ -44,7 +44,10 @@ class _Extent:
     offset: int
 
 
-_Debt = _Lease | _Extent | Abort
+Grant = tuple[type[Leased] | type[Reserved], int]
+"""Number of a lease or a reservation."""
+
+_Debt = _Lease | _Extent | Abort | Holding
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ class Debts:
     """Some of what is owed, and the message that settles it."""
 
     items: list[_Debt]
-    request: Abort | Release
+    request: Abort | Holding | Release
 
 
 class Returns:
@@ -66,6 +69,8 @@ class Returns:
         self._held: dict[int, weakref.ref[Disownable]] = {}
         self._viewed: set[int] = set()
         self._writers: dict[int, weakref.ref[Disownable]] = {}
+        self._arrived: set[Grant] = set()
+        """Of replies that nobody has taken yet."""
         self._void = False
 
     @property
@@ -73,11 +78,33 @@ class Returns:
         """Whether views of leased or lent bytes are alive, or writers are open."""
         return bool(self._held or self._viewed or self._writers)
 
+    def arrive(self, reply: Reply) -> None:
+        """A reply is here; what it grants is held until somebody takes it or gives it back."""
+        if type(reply) is Leased and reply.lease_id:
+            self._arrived.add((Leased, reply.lease_id))
+        elif type(reply) is Reserved and reply.reservation_id:
+            self._arrived.add((Reserved, reply.reservation_id))
+
+    def reclaim(self, connection_ids: Sequence[int]) -> None:
+        """Owe the end of what was granted over these connections, which broke, and is not held.
+
+        No reply of theirs may arrive any more.
+        """
+        # In this order: what moves on meanwhile is seen where it was or where it goes.
+        arrived = list(self._arrived)
+        writers = {*self._writers}
+        owed = {debt.reservation_id for debt in list(self.owed) if isinstance(debt, Abort)}
+        leases = {number for kind, number in arrived if kind is Leased} | {*self._held}
+        reservations = {number for kind, number in arrived if kind is Reserved} | writers | owed
+        viewed = list(self._viewed)
+        self.owed.append(Holding(list(connection_ids), list(leases), list(reservations), viewed))
+
     def hold(self, exporter: object, lease_id: int, lease: Disownable) -> None:
         """The lease is held until `exporter`, which all its views keep alive, dies."""
         # The finalizer's registry keeps this object, and that the connection.
         weakref.finalize(exporter, self.end_lease, lease_id).atexit = False
         self._held[lease_id] = weakref.ref(lease)
+        self._arrived.discard((Leased, lease_id))
 
     def holds(self, lease_id: int) -> bool:
         """Whether the lease will be ended by a finalizer."""
@@ -86,6 +113,7 @@ class Returns:
     def end_lease(self, lease_id: int) -> None:
         """Owe the end of a lease. Safe anywhere."""
         self._held.pop(lease_id, None)
+        self._arrived.discard((Leased, lease_id))
         if not self._void:
             self.owed.append(_Lease(lease_id))
             self._send()
@@ -93,6 +121,7 @@ class Returns:
     def open_writer(self, writer: Disownable, reservation_id: int) -> None:
         """The connection is kept for this writer until it is sealed or given up."""
         self._writers[reservation_id] = weakref.ref(writer)
+        self._arrived.discard((Reserved, reservation_id))
 
     def writes(self, reservation_id: int) -> bool:
         """Whether a writer will end the reservation."""
@@ -111,6 +140,7 @@ class Returns:
         """
         if not self._void:
             self.owed.append(Abort(reservation_id, list(alive)))
+            self._arrived.discard((Reserved, reservation_id))
             self._send()
 
     def hand_back_after(self, exporter: weakref.ref[Any], offset: int) -> None:
@@ -135,17 +165,19 @@ class Returns:
     def take(self) -> Debts:
         """Some of what is owed, with the message that settles it; it is owed no longer."""
         first = self.owed.popleft()
-        if isinstance(first, Abort):
+        if isinstance(first, Abort | Holding):
             return Debts([first], first)
         items: list[_Debt] = [first]
-        while self.owed and len(items) < IDS_PER_FRAME and not isinstance(self.owed[0], Abort):
+        while (
+            self.owed and len(items) < IDS_PER_FRAME and isinstance(self.owed[0], _Lease | _Extent)
+        ):
             items.append(self.owed.popleft())
         leases = [item.lease_id for item in items if isinstance(item, _Lease)]
         extents = [item.offset for item in items if isinstance(item, _Extent)]
         return Debts(items, Release(leases, extents))
 
     def take_back(self, unsent: Debts) -> None:
-        """These are owed still: not a byte of their message was sent."""
+        """These are owed still: their message was not sent, or not all of it."""
         self.owed.extendleft(reversed(unsent.items))
 
     def write_off(self) -> None:
@@ -161,6 +193,7 @@ class Returns:
             if holder is not None:
                 holder.disown()
         self._held.clear()
+        self._arrived.clear()
         self._writers.clear()
         self._viewed.clear()
 

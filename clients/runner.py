@@ -128,7 +128,7 @@ class Runner(Contact):
                 self._connecting.release()
             except RuntimeError:
                 pass  # it was not had in time
-        connection.flush()
+        connection.take_over()
         return connection
 
     def _connect(self, deadline_s: float) -> Connection:

@@ -16,6 +16,9 @@ from blobstore.clients.mapping import BACKGROUND_BYTES, Bytes, Mapping
 from blobstore.clients.returns import Disownable, Returns
 from blobstore.protocol import Welcome
 
+LOST_MAX = 16
+"""Broken connections that are named again: the message that named them may have been lost."""
+
 
 class Session:
     """The arena of one run of the daemon, and what this process holds of it.
@@ -33,6 +36,9 @@ class Session:
         self.boot_id = welcome.boot_id
         self.terms = welcome
         self.returns = Returns()
+        self.lost_ids: list[int] = []
+        """Connections before the one that there is now."""
+        self._connection_id = welcome.connection_id
         self._background_bytes = background_bytes
         self._read_write_fd = read_write_fd
         self._mappings: list[Mapping] = []
@@ -73,6 +79,12 @@ class Session:
         for mapping in mappings:
             mapping.stop_populating()
 
+    def reconnected(self, welcome: Welcome) -> None:
+        """The same run of the daemon has greeted again."""
+        if self._connection_id:
+            self.lost_ids = [*self.lost_ids[1 - LOST_MAX :], self._connection_id]
+        self._connection_id = welcome.connection_id
+
     def leave_parent(self) -> None:
         """In a forked child: what the parent holds is no business of the child's."""
         self.returns.leave_parent()
@@ -102,6 +114,7 @@ def continued(session: Session | None, greeted: Greeted) -> Session:
     """
     if session is not None and session.boot_id == greeted.welcome.boot_id:
         greeted.close_descriptors()
+        session.reconnected(greeted.welcome)
         return session
     fresh = Session(greeted.welcome, greeted.read_only_fd, greeted.read_write_fd)
     if session is not None:

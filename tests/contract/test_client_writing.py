@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from blobstore.clients import (
@@ -15,11 +16,28 @@ from blobstore.clients import (
     Shard,
     WriterGroup,
 )
-from blobstore.protocol import KEYS_MAX, Failed, Match, Ping, Pong, Reserve, Stat
+from blobstore.clients.link import Ticket
+from blobstore.protocol import (
+    KEYS_MAX,
+    Done,
+    Failed,
+    Get,
+    Holding,
+    Leased,
+    Match,
+    Ping,
+    Pong,
+    Release,
+    Reserve,
+    Reserved,
+    Stat,
+)
 from blobstore.transports.framing import MAX_BODY_BYTES
 from blobstore.units import KIB
 from tests.support.blobs import chain, opaque, payloads_of, put
+from tests.support.contract import holds_nothing
 from tests.support.daemon import Daemon
+from tests.support.polling import poll_until
 from tests.support.raw_client import RawClient
 
 NBYTES = 100 * KIB
@@ -128,3 +146,54 @@ class TestLargeCalls:
             reply = raw.ask(Match(ns.id, bytes(32) * (KEYS_MAX + 1), 32))
         assert isinstance(reply, Failed)
         assert (reply.code, str(KEYS_MAX) in reply.message) == ("invalid_request", True)
+
+
+class TestBrokenConnections:
+    def test_what_was_granted_and_is_not_held_comes_back(
+        self, ns: BoundNamespace, namespace: Namespace, other: Client, shared: Daemon
+    ) -> None:
+        held, fresh = chain(namespace, 4, 2), chain(namespace, 5, 2)
+        put(other, namespace, held)
+        with RawClient(shared.socket) as first:
+            leases = [first.ask(Get(ns.id, held.packed, 32, 5.0)) for _ in range(2)]
+            loans = [first.ask(Reserve(ns.id, key, 32, b"", 0, "standard", 5.0)) for key in fresh]
+            lost = first.welcome.connection_id
+        kept, loan = leases[0], loans[0]
+        assert isinstance(kept, Leased)
+        assert isinstance(loan, Reserved)
+        offset = int(np.frombuffer(loan.extents, "<u8")[0])
+        with RawClient(shared.socket) as second:
+            assert isinstance(second.ask(Holding([lost], [kept.lease_id], [], [offset])), Done)
+            stats = other.stats()
+            assert (stats["leases"], stats["reservations"]) == (1, 0)
+            assert stats["lent_bytes"] == NBYTES, "what is still viewed"
+            assert second.ask(Release([kept.lease_id], [offset])) == Done(2)
+            poll_until(lambda: holds_nothing(other))
+
+    def test_a_client_that_finds_the_daemon_again_says_what_it_holds(
+        self, kind: str, namespace: Namespace, other: Client, shared: Daemon
+    ) -> None:
+        keys = chain(namespace, 6, 2)
+        put(other, namespace, keys)
+        with Client(shared.address, timeout_s=20.0) as kv:
+            ns = kv.namespace(namespace)
+            lease = kv.get(ns, keys)
+            writer = kv.put(ns, chain(namespace, 7, 1))
+            array = np.frombuffer(writer[0], np.uint8)
+            connection = kv._runner._connection
+            assert connection is not None
+            connection.post(Ticket(Get(ns.id, keys.packed, 32, 5.0)))
+            connection.post(Ticket(Reserve(ns.id, keys[0][::-1], 32, b"", 0, "standard", 5.0)))
+            poll_until(lambda: other.stats()["leases"] == 2, what="the lease was granted")
+            connection.fail("as the test wants")
+            assert kv.ping()
+            poll_until(lambda: other.stats()["leases"] == 1)
+            assert other.stats()["lent_bytes"] == NBYTES
+            assert [bytes(view) for view in lease] == payloads_of(keys, NBYTES)
+            writer.seal()
+            assert writer.results == ["refused"]
+            assert kv.ping()
+            assert other.stats()["lent_bytes"] == NBYTES, "it is viewed"
+            del array
+            lease.release()
+            poll_until(lambda: holds_nothing(other))

@@ -31,6 +31,7 @@ from blobstore.protocol import (
     Get,
     Held,
     Hello,
+    Holding,
     Keyed,
     Leased,
     Match,
@@ -370,6 +371,9 @@ class ScriptedDaemon:
     def _on_abort(self, request: Abort) -> Reply:
         return Done(int(self.reservations.pop(request.reservation_id, None) is not None))
 
+    def _on_holding(self, request: Holding) -> Reply:
+        return Done()
+
     def _on_exists(self, request: Exists) -> Reply:
         keys = self._keys(request)
         return Held(bytes((request.namespace_id, key) in self.blobs for key in keys))
@@ -405,6 +409,7 @@ _HANDLERS: dict[type[Request], Callable[..., Reply]] = {
     Pin: ScriptedDaemon._on_named,
     Prefetch: ScriptedDaemon._on_named,
     Stat: ScriptedDaemon._on_stat,
+    Holding: ScriptedDaemon._on_holding,
     Stats: ScriptedDaemon._on_stats,
     Verify: ScriptedDaemon._on_stats,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import random
 import select
@@ -24,6 +25,7 @@ from blobstore.protocol import (
     Abort,
     Get,
     Hello,
+    Holding,
     Match,
     Matched,
     Ping,
@@ -31,6 +33,7 @@ from blobstore.protocol import (
     Release,
     Request,
     Reserve,
+    Welcome,
 )
 from blobstore.transports.framing import pack
 from tests.support.polling import poll_until
@@ -404,6 +407,36 @@ def test_releases_reach_a_daemon_that_was_not_reading_when_they_were_owed(
     assert kv.match(ns, KEYS).blobs == len(KEYS)
     assert sorted(poll_until(daemon.released)) == [1, 2, 3]
     assert len(daemon.seen(Release)) == 1
+
+
+def test_a_release_that_went_out_in_part_is_sent_again_over_the_next_connection(
+    daemon: ScriptedDaemon, kv: Client, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lease = kv.get(ns, KEYS[:1])
+    connection = kv._runner._connection
+    assert connection is not None
+    monkeypatch.setattr(connection, "_send", lambda data: 3)
+    lease.release()
+    assert connection._unsent
+    connection.fail("as the test wants")
+    assert kv.ping()
+    assert poll_until(daemon.released) == [1]
+
+
+def test_a_daemon_that_was_found_again_is_told_what_is_held(
+    daemon: ScriptedDaemon, kv: Client, ns: BoundNamespace
+) -> None:
+    numbers = itertools.count(5)
+    size = daemon.arena_bytes
+    daemon.greet = lambda: Welcome(1, daemon.boot_id, size, 8 << 20, size, next(numbers))
+    with Client(daemon.address) as own:
+        held = [own.get(ns, KEYS[:1]) for _ in range(2)]
+        for _ in range(2):
+            daemon.hang_up()
+            assert own.ping()
+        poll_until(lambda: len(daemon.seen(Holding)) == 2)
+        assert daemon.seen(Holding) == [Holding(lost, [1, 2], [], []) for lost in ([5], [5, 6])]
+        del held
 
 
 def test_errors_of_one_thread_are_not_another_threads(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from blobstore.clients.returns import IDS_PER_FRAME, Returns
-from blobstore.protocol import Abort, Release
+from blobstore.protocol import Abort, Leased, Release, Reserved
 
 
 class Sender:
@@ -131,3 +131,29 @@ def test_a_child_owes_nothing_and_its_leases_and_writers_are_disowned() -> None:
     del exporter
     assert not returns.owed
     assert not returns.holding
+
+
+def test_what_is_held_is_named_when_connections_broke() -> None:
+    returns = Returns()
+    lease, writer = Lease(), Lease()
+    exporter, viewed = np.zeros(1), np.zeros(1)
+    for lease_id in range(1, 5):
+        returns.arrive(Leased(lease_id, b"", "", {}))
+    returns.arrive(Leased(0, b"", "absent", {}))
+    for reservation_id in range(5, 9):
+        returns.arrive(Reserved(reservation_id, b"", [], 60.0))
+    returns.hold(exporter, 1, lease)
+    returns.end_lease(2)
+    returns.open_writer(writer, 5)
+    returns.give_up(6)
+    returns.hand_back_after(weakref.ref(viewed), 4096)
+    returns.take()  # the end of lease 2
+    returns.open_writer(writer, 7)
+    returns.close_writer(7)
+    returns.reclaim([9, 10])
+    abort, holding = all_owed(returns)
+    assert abort == Abort(6)
+    assert holding.connection_ids == [9, 10]
+    assert sorted(holding.lease_ids) == [1, 3, 4]
+    assert sorted(holding.reservation_ids) == [5, 6, 8]
+    assert holding.extents == [4096]
