@@ -12,6 +12,7 @@ from blobstore.tiering.catalogue import Added, Catalogue
 from blobstore.tiering.disk import PosixDisk
 from blobstore.tiering.placement import HEADER_BYTES
 from blobstore.tiering.recovery import Findings, survey
+from blobstore.tiering.row import HOLE
 from blobstore.tiering.tier import Extent
 from blobstore.units import KIB, MIB
 from tests.support.ssd_blobs import CANONICAL, NAMESPACE, row_of
@@ -118,6 +119,28 @@ def test_parents_are_looked_for_in_the_same_namespace(catalogue: Catalogue) -> N
     child = replace(_inline(2, 1)[0], namespace=other)
     catalogue.apply([_inline(1), (child, memoryview(b"abc"))], [])
     assert survey(catalogue, SIZES).reasons == {"orphaned": 1}
+
+
+def _hole(n: int, parent: int | None = None) -> Added:
+    return replace(_inline(n, parent)[0], retention=HOLE), None
+
+
+def test_a_hole_stands_as_long_as_something_continues_it(catalogue: Catalogue) -> None:
+    blobs = [_inline(1), _hole(2, 1), _placed(3, 2), _hole(4, 3), _hole(5, 4), _inline(6), _hole(7)]
+    catalogue.apply(blobs, [])
+    findings = survey(catalogue, SIZES)
+    assert _dropped(catalogue, findings) == {_key(n) for n in (4, 5, 7)}
+    assert findings.reasons == {"bare_holes": 3}
+    assert len(findings.spans) == 1
+
+
+def test_a_blob_that_becomes_a_hole_leaves_no_payload(catalogue: Catalogue) -> None:
+    catalogue.apply([_inline(1), _inline(2, 1)], [])
+    catalogue.apply([_hole(1)], [])
+    assert not survey(catalogue, SIZES).dropped
+    assert dict(catalogue.inline_sizes()) == {catalogue.row_key(NAMESPACE, _key(2)): 3}
+    catalogue.apply([_inline(1)], [])
+    assert not survey(catalogue, SIZES).dropped
 
 
 def _edit(path: Path, table: bytes, row_key: bytes, value: bytes | None) -> None:
