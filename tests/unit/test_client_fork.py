@@ -122,7 +122,7 @@ def test_leases_of_the_parent_are_refused_in_a_child(
         assert in_child(child) == 0
         assert lease[0][0] == 1
         assert kv.ping()
-        assert daemon.released() == [2], "the child's own"
+        assert poll_until(daemon.released) == [2], "the child's own"
 
 
 def test_a_view_of_the_parent_faults_in_a_child(kv: Client, ns: BoundNamespace) -> None:
