@@ -135,7 +135,7 @@ class Loader:
             self._fail(load, "corrupt")
         except Exception as error:
             if load.record.ssd == load.place:  # else it was dropped, and its extent freed
-                log.warning("a load failed: %s", error)
+                log.warning("a load failed: %s", str(error))  # a handler may keep its arguments
                 self._counters.ssd_errors += 1
             self._fail(load, "io_error")
         else:

@@ -17,6 +17,7 @@ from typing import Any
 from blobstore.chains import Chains
 from blobstore.counters import Counters
 from blobstore.errors import Busy, InvalidRequest
+from blobstore.fill import Fill
 from blobstore.holder import Holder, Lease
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.loader import Loader
@@ -153,8 +154,7 @@ class Readers:
             self._residency.pin(record)
         try:
             await self._begin_loads(items, stream, deadline_s)
-            follow = wait_for_writers
-            n, why = await self._readable(items, stream, follow, deadline_s)
+            n, why = await self._readable(items, stream, wait_for_writers, deadline_s)
             if n < n_held:
                 reason = why or "no_room"
             leading, origins = items[:n], origins[:n]
@@ -237,32 +237,36 @@ class Readers:
 
         Items that were replaced while they were waited for are exchanged in place.
         """
-        for n in range(len(items)):
-            why = await self._wait_for(items, n, stream, follow, deadline_s)
+        fills = [record.fill for record in items]  # they tell why even when all is over
+        for n, fill in enumerate(fills):
+            why = await self._wait_for(items, n, fill, stream, follow, deadline_s)
             if why:
                 return n, why
         return len(items), ""
 
     async def _wait_for(
-        self, items: list[Record], n: int, stream: bool, follow: bool, deadline_s: float
+        self,
+        items: list[Record],
+        n: int,
+        fill: Fill | None,
+        stream: bool,
+        follow: bool,
+        deadline_s: float,
     ) -> str:
         """Wait until a lease may give item `n`: "", or why it may not."""
-        failure = ""
         while not (record := items[n]).packed:
-            fill = record.fill
             if fill is not None and not fill.ended:
                 if stream:
                     return ""
                 late = await _within(fill.wait_end(), deadline_s - self._clock())
                 if late:
                     return late
-                failure = fill.failure
                 continue
             heir = _heir(record, follow) if record.gone else None
             if heir is None:
-                return failure or _why_not(record)
+                return (fill.failure if fill is not None else "") or _why_not(record)
             self._residency.pin(heir)
-            items[n] = heir
+            items[n], fill = heir, heir.fill
             self._residency.unpin(record)
         return ""
 

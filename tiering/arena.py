@@ -135,6 +135,7 @@ class Arena:
         self.view, self.array = memoryview(b""), np.empty(0, np.uint8)
         with suppress(BufferError):
             self._map.close()
+        del self._map  # so that the last view to die unmaps it
 
     def _prefault(self) -> bool:
         base = self.array.ctypes.data

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -130,6 +130,23 @@ class SimStore:
         """Make `namespace` known to the store."""
         self.run(self.store.declare(namespace.encode()))
         return namespace
+
+    def put_cold(
+        self, client: StoreClient, ns: Namespace, keys: Sequence[bytes], payloads: Sequence[bytes]
+    ) -> None:
+        """Put a chain, and have it on SSD alone."""
+        for index, key in enumerate(keys):
+            terms = {"parent_key": keys[index - 1]} if index else {}
+            answers = self.run(client.put(ns, [key], [payloads[index]], timeout_s=5.0, **terms))
+            assert answers == [("stored", "")]
+            self.finish_all()
+        self.call(client.drop, ns, keys, "dram")
+        for facts in client.stat(ns, keys):
+            assert facts["tiers"] == ["ssd"]
+
+    def reads(self) -> int:
+        """How often segments were read since the disk was started."""
+        return self.disk.history.count("preadv")
 
     def audit(self, *, quiet: bool | None = None) -> None:
         """Check the books: exactly if nothing is in flight."""
