@@ -35,9 +35,13 @@ from blobstore.transports import framing
 
 REQUESTS_IN_FLIGHT_MAX = 1024
 TIMEOUT_MAX_S = 3600.0
+PIN_MAX_S = 30 * 86400.0
 
 _ENDING = (p.Ping, p.Wait, p.Release, p.SealParts, p.Seal, p.Abort, p.Stats, p.Holding)
 """Served while the daemon drains: what brings leases and reservations to their end."""
+
+_WAITING = (p.Get, p.Wait, p.Reserve, p.Verify)
+"""Ended with their connection. Seals are not: what a writer sealed is published."""
 
 NOT_A_MESSAGE = (msgspec.MsgspecError, RecursionError)
 """What decoding a body raises."""
@@ -63,6 +67,7 @@ class Connection(asyncio.Protocol):
         self._store = store
         self._boot_id = store.boot_id
         self._on_lost = on_lost
+        self._waiting: set[asyncio.Task[None]] = set()
         self._draining = False
         self._frames = framing.FrameReader()
         self._transport: asyncio.Transport | None = None
@@ -99,6 +104,8 @@ class Connection(asyncio.Protocol):
         """The peer left, or `close` was called."""
         self._transport = None
         self._open = False
+        for task in self._waiting:  # what nobody waits for must not stand in others' way
+            task.cancel()
         if not (self._granted.lease_ids or self._granted.reservation_ids):
             self.holder.granted.pop(self.connection_id, None)
         self.lost.set_result(None)
@@ -150,6 +157,8 @@ class Connection(asyncio.Protocol):
                 )
             if self._draining and not isinstance(request, _ENDING):
                 raise Unavailable("the daemon is stopping")
+            if len(self.tasks) >= REQUESTS_IN_FLIGHT_MAX and not isinstance(request, _ENDING):
+                raise Busy(f"{REQUESTS_IN_FLIGHT_MAX} requests of this connection are in flight")
             handler = self._handlers.get(type(request))
             if handler is None:
                 raise InvalidRequest(f"{type(request).__name__} is not served here")
@@ -157,20 +166,21 @@ class Connection(asyncio.Protocol):
             if isinstance(answer, p.Reply):
                 self._send(request_id, answer)
             else:
-                self._start(request_id, answer)
+                task = self._start(request_id, answer)
+                if isinstance(request, _WAITING):
+                    self._waiting.add(task)
+                    task.add_done_callback(self._waiting.discard)
         except BlobStoreError as error:
             self._send(request_id, _failed(error))
         except Exception:
             log.exception("a request of %s failed", self.holder.name)
             self._send(request_id, p.Failed("error", "internal error: see the daemon's log"))
 
-    def _start(self, request_id: int, answer: Coroutine[Any, Any, p.Reply]) -> None:
-        if len(self.tasks) >= REQUESTS_IN_FLIGHT_MAX:
-            answer.close()
-            raise Busy(f"{REQUESTS_IN_FLIGHT_MAX} requests of this connection are in flight")
+    def _start(self, request_id: int, answer: Coroutine[Any, Any, p.Reply]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._finish(request_id, answer))
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
+        return task
 
     async def _finish(self, request_id: int, answer: Awaitable[p.Reply]) -> None:
         try:
@@ -285,7 +295,9 @@ class Connection(asyncio.Protocol):
         return p.Done(self._store.drop(m.namespace_id, m.keys, m.key_bytes, m.tier))
 
     def _pin(self, m: p.Pin) -> Answer:
-        return p.Done(self._store.pin(m.namespace_id, m.keys, m.key_bytes, _bounded(m.ttl_s)))
+        return p.Done(
+            self._store.pin(m.namespace_id, m.keys, m.key_bytes, _bounded(m.ttl_s, PIN_MAX_S))
+        )
 
     def _prefetch(self, m: p.Prefetch) -> Answer:
         return p.Done(self._store.prefetch(m.namespace_id, m.keys, m.key_bytes))
@@ -300,10 +312,10 @@ class Connection(asyncio.Protocol):
         return p.Report(await self._store.verify(_bounded(m.timeout_s)))
 
 
-def _bounded(seconds: float) -> float:
+def _bounded(seconds: float, most_s: float = TIMEOUT_MAX_S) -> float:
     """`seconds` if it is a time that may be asked for; InvalidRequest otherwise (NaN too)."""
-    if not 0 <= seconds <= TIMEOUT_MAX_S:
-        raise InvalidRequest(f"{seconds} s is not between 0 and {TIMEOUT_MAX_S:.0f} s")
+    if not 0 <= seconds <= most_s:
+        raise InvalidRequest(f"{seconds} s is not between 0 and {most_s:.0f} s")
     return seconds
 
 
