@@ -184,9 +184,8 @@ class Environment:
         return result
 
     def _used_pages(self, txn: lmdb.Transaction) -> int:
-        kinds = ("branch_pages", "leaf_pages", "overflow_pages")
         found = [txn.stat(table) for table in self._tables.values()]
-        return sum(stat[kind] for stat in found for kind in kinds)
+        return sum(s["branch_pages"] + s["leaf_pages"] + s["overflow_pages"] for s in found)
 
     def _turn_over(self) -> bool:
         """A transaction for its own sake: pages serve again only in the second after theirs."""
