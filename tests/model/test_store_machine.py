@@ -8,18 +8,13 @@ under its key, and every lease must show what it showed when it was given.
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import functools
-import hashlib
-import itertools
 import os
 import shutil
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -38,121 +33,29 @@ from hypothesis.stateful import (
 from blobstore import residency, sealing
 from blobstore.digest import payload_digest, piece_digests
 from blobstore.index import Record
-from blobstore.layout import KVLayout, LayerGroup
-from blobstore.namespace import Namespace
 from blobstore.tiering.tier import Extent
 from blobstore.units import KIB, MIB
+from tests.support import store_model as drawn
 from tests.support.sim_disk import Survival
 from tests.support.sim_store import SimStore, memory_directory
 from tests.support.store_audit import is_idle
-from tests.support.store_client import Loan, Reading, StoreClient, Writing, digest_of
-
-SEGMENT_BYTES = 160 * KIB
-"""Goes to a segment file; six fit into DRAM, fifteen onto the SSD."""
-
-_GRID = KVLayout((LayerGroup.attention(layers=2, heads=2, head_size=64),), head_groups=2)
-"""Four parts of 16 KiB for 64 tokens."""
-
-NAMESPACES = (
-    Namespace("segments", KVLayout.opaque(SEGMENT_BYTES), tokens_per_blob=16),
-    Namespace("inline", KVLayout.opaque(20_000), tokens_per_blob=16),
-    Namespace("parts", _GRID, tokens_per_blob=128),
-    Namespace("empty", KVLayout.opaque(0), tokens_per_blob=16),
+from tests.support.store_client import Loan, Reading, StoreClient, digest_of
+from tests.support.store_model import (
+    NAMESPACES,
+    NUMBERS,
+    PATHS,
+    RANKS,
+    Call,
+    Held,
+    Model,
+    Name,
+    Path_,
+    Put,
+    chain_of,
+    key_of,
+    payload_of,
+    variant_digest,
 )
-PARTS = 2
-"""Index of the namespace with parts."""
-
-RANKS = ((0, 2), (1, 3))
-"""Part numbers of each of two ranks."""
-
-Path_ = tuple[int, ...]
-"""A branch of the prefix tree: which child was taken at each level."""
-
-Name = tuple[int, bytes]
-"""Namespace number and key."""
-
-
-def key_of(ns: int, path: Path_) -> bytes:
-    return hashlib.sha256(NAMESPACES[ns].id + bytes(path)).digest()
-
-
-def chain_of(ns: int, path: Path_, start: int = 0) -> list[bytes]:
-    return [key_of(ns, path[: end + 1]) for end in range(start, len(path))]
-
-
-def payload_of(key: bytes, variant: int, nbytes: int) -> bytes:
-    """What a writer puts under `key`; another variant is another rebuild of it."""
-    seed = hashlib.sha256(key + bytes([variant])).digest()
-    return (seed * (nbytes // 32 + 1))[:nbytes]
-
-
-DEPTH_MAX = 6
-NUMBERS = {namespace.id: number for number, namespace in enumerate(NAMESPACES)}
-VARIANTS = (0, 1, 10, 11, 12)
-PATHS: dict[Name, Path_] = {
-    (ns, key_of(ns, path)): path
-    for ns in range(len(NAMESPACES))
-    for depth in range(1, DEPTH_MAX + 1)
-    for path in itertools.product((0, 1), repeat=depth)
-}
-
-paths = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=DEPTH_MAX).map(tuple)
-spaces = st.sampled_from([0, 0, 0, 0, 2, 2, 1, 3])
-variants = st.sampled_from([0, 0, 0, 1])
-starts = st.sampled_from([0, 0, 0, 1, 2, 3])
-"""Where in its path a put begins: mostly at the root."""
-retentions = st.sampled_from(["standard", "standard", "durable", "volatile"])
-clients = st.integers(0, 1)
-choices = st.integers(0, 1000)
-
-
-@dataclass(eq=False)
-class Put:
-    """A reservation of the machine's, from reserve to its last view."""
-
-    writing: Writing
-    ns: int
-    keys: list[bytes]
-    variant: int
-    parts: tuple[int, ...]
-    retention: str
-    client: int
-
-    def payloads(self) -> list[bytes]:
-        nbytes = NAMESPACES[self.ns].layout.nbytes(NAMESPACES[self.ns].tokens_per_blob)
-        return [payload_of(key, self.variant, nbytes) for key in self.keys]
-
-
-@dataclass(eq=False)
-class Held:
-    """A lease of the machine's, and what it showed when it was given."""
-
-    reading: Reading
-    ns: int
-    keys: list[bytes]
-    payloads: list[bytes] | None
-    """None: it follows what was not readable yet."""
-
-
-@dataclass(eq=False)
-class Call:
-    """A request under way."""
-
-    task: asyncio.Task[object]
-    done: Callable[[], None]
-    """Looks at the outcome."""
-
-
-@dataclass
-class Model:
-    """What may be found, and what must be."""
-
-    sealed: dict[Name, set[int]] = field(default_factory=dict)
-    """Variants that a seal published, or may have."""
-    durable: dict[Name, int] = field(default_factory=dict)
-    """Acknowledged as durable, and neither dropped nor damaged since."""
-    written: dict[Name, set[int]] = field(default_factory=dict)
-    """Variants that anybody ever meant to put; a reader may follow a writer who loses."""
 
 
 class StoreMachine(RuleBasedStateMachine):
@@ -188,7 +91,7 @@ class StoreMachine(RuleBasedStateMachine):
         """Galloping finds what asking for every key finds."""
         for ns, namespace in enumerate(NAMESPACES):
             for last in (0, 1):
-                keys = chain_of(ns, (0,) * (DEPTH_MAX - 1) + (last,))
+                keys = chain_of(ns, (0,) * (drawn.DEPTH_MAX - 1) + (last,))
                 exists = self.clients[0].exists(namespace, keys)
                 leading = next((n for n, held in enumerate(exists) if not held), len(keys))
                 assert self.clients[0].match(namespace, keys) == leading
@@ -200,12 +103,12 @@ class StoreMachine(RuleBasedStateMachine):
     # Putting
 
     @rule(
-        ns=spaces,
-        path=paths,
-        start=starts,
-        variant=variants,
-        retention=retentions,
-        client=clients,
+        ns=drawn.spaces,
+        path=drawn.paths,
+        start=drawn.starts,
+        variant=drawn.variants,
+        retention=drawn.retentions,
+        client=drawn.clients,
         timeout_s=st.sampled_from([0.0, 0.0, 3.0]),
     )
     def put(
@@ -222,7 +125,7 @@ class StoreMachine(RuleBasedStateMachine):
         put = self._reserve(ns, path, start, variant, retention, client, timeout_s, None)
         self._seal(put, alive=())
 
-    @rule(ns=spaces, path=paths, retention=retentions)
+    @rule(ns=drawn.spaces, path=drawn.paths, retention=drawn.retentions)
     def put_and_save(self, ns: int, path: Path_, retention: str) -> None:
         """A quiet moment: a chain is put blob by blob, and threads keep up."""
         for end in range(len(path)):
@@ -231,45 +134,45 @@ class StoreMachine(RuleBasedStateMachine):
             self.world.rest()
 
     @rule(
-        ns=spaces,
-        path=paths,
-        start=starts,
-        variant=variants,
-        retention=retentions,
-        client=clients,
+        ns=drawn.spaces,
+        path=drawn.paths,
+        start=drawn.starts,
+        variant=drawn.variants,
+        retention=drawn.retentions,
+        client=drawn.clients,
     )
     def reserve(
         self, ns: int, path: Path_, start: int, variant: int, retention: str, client: int
     ) -> None:
         self._reserve(ns, path, start, variant, retention, client, 0.0, None)
 
-    @rule(path=paths, rank=st.integers(0, 1), epoch=st.integers(0, 2), client=clients)
+    @rule(path=drawn.paths, rank=st.integers(0, 1), epoch=st.integers(0, 2), client=drawn.clients)
     def reserve_as_rank(self, path: Path_, rank: int, epoch: int, client: int) -> None:
-        self._reserve(PARTS, path, 0, 10 + epoch, "standard", client, 0.0, rank)
+        self._reserve(drawn.PARTS, path, 0, 10 + epoch, "standard", client, 0.0, rank)
 
     @precondition(lambda self: self.puts)
-    @rule(choice=choices, index=st.integers(0, 5))
+    @rule(choice=drawn.choices, index=st.integers(0, 5))
     def seal_parts(self, choice: int, index: int) -> None:
         put = self.puts[choice % len(self.puts)]
-        if put.ns != PARTS or index >= len(put.keys) or put.writing.reservation.expired:
+        if put.ns != drawn.PARTS or index >= len(put.keys) or put.writing.reservation.expired:
             return
         self._write(put)
         self.world.call(put.writing.seal_parts, index, put.parts)
 
     @precondition(lambda self: self.puts)
-    @rule(choice=choices, alive=st.sets(st.integers(0, 5), max_size=2))
+    @rule(choice=drawn.choices, alive=st.sets(st.integers(0, 5), max_size=2))
     def seal(self, choice: int, alive: set[int]) -> None:
         self._seal(self.puts[choice % len(self.puts)], sorted(alive))
 
     @precondition(lambda self: self.puts)
-    @rule(choice=choices, alive=st.sets(st.integers(0, 5), max_size=2))
+    @rule(choice=drawn.choices, alive=st.sets(st.integers(0, 5), max_size=2))
     def abort(self, choice: int, alive: set[int]) -> None:
         put = self.puts.pop(choice % len(self.puts))
         self.world.call(put.writing.abort, sorted(alive))
         self._keep(put, alive)
 
     @precondition(lambda self: self.kept)
-    @rule(choice=choices)
+    @rule(choice=drawn.choices)
     def last_view_dies(self, choice: int) -> None:
         client, loan = self.kept.pop(choice % len(self.kept))
         assert self.world.call(self.clients[client].acknowledge, [loan]) == 1
@@ -288,9 +191,9 @@ class StoreMachine(RuleBasedStateMachine):
     # Reading
 
     @rule(
-        ns=spaces,
-        path=paths,
-        client=clients,
+        ns=drawn.spaces,
+        path=drawn.paths,
+        client=drawn.clients,
         timeout_s=st.sampled_from([0.0, 2.0]),
         stream=st.booleans(),
         follow=st.booleans(),
@@ -321,7 +224,7 @@ class StoreMachine(RuleBasedStateMachine):
         self.calls.append(Call(task, done))
 
     @precondition(lambda self: self.leases)
-    @rule(choice=choices, index=st.integers(0, 5), share=st.sampled_from([0.25, 1.0]))
+    @rule(choice=drawn.choices, index=st.integers(0, 5), share=st.sampled_from([0.25, 1.0]))
     def wait(self, choice: int, index: int, share: float) -> None:
         held = self.leases[choice % len(self.leases)]
         index %= len(held.keys)
@@ -343,23 +246,23 @@ class StoreMachine(RuleBasedStateMachine):
             self.calls.append(Call(task, lambda: None))
 
     @precondition(lambda self: self.leases)
-    @rule(choice=choices)
+    @rule(choice=drawn.choices)
     def release(self, choice: int) -> None:
         held = self.leases.pop(choice % len(self.leases))
         assert self.world.call(held.reading.release) == 1
         assert self.world.call(held.reading.release) == 0
 
-    @rule(ns=spaces, path=paths)
+    @rule(ns=drawn.spaces, path=drawn.paths)
     def prefetch(self, ns: int, path: Path_) -> None:
         self.world.call(self.clients[0].prefetch, NAMESPACES[ns], chain_of(ns, path))
 
     # Keeping and dropping
 
-    @rule(ns=spaces, path=paths, ttl_s=st.sampled_from([0.0, 1.0, 5.0]))
+    @rule(ns=drawn.spaces, path=drawn.paths, ttl_s=st.sampled_from([0.0, 1.0, 5.0]))
     def pin(self, ns: int, path: Path_, ttl_s: float) -> None:
         self.world.call(self.clients[0].pin, NAMESPACES[ns], chain_of(ns, path)[-1:], ttl_s)
 
-    @rule(ns=spaces, path=paths, tier=st.sampled_from(["", "dram", "dram"]))
+    @rule(ns=drawn.spaces, path=drawn.paths, tier=st.sampled_from(["", "dram", "dram"]))
     def drop(self, ns: int, path: Path_, tier: str) -> None:
         keys = chain_of(ns, path)
         if not tier:
@@ -386,7 +289,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     @rule(
         event=st.sampled_from(["exit", "exit", "hang up", "clock", "verify"]),
-        client=clients,
+        client=drawn.clients,
         jump_s=st.sampled_from([-3e7, 0.0, 3e7]),
     )
     def something_rare_happens(self, event: str, client: int, jump_s: float) -> None:
@@ -434,7 +337,7 @@ class StoreMachine(RuleBasedStateMachine):
 
         self.world.disk.before_step = before_step
 
-    @rule(choice=choices, at=st.integers(0, SEGMENT_BYTES - 1))
+    @rule(choice=drawn.choices, at=st.integers(0, drawn.SEGMENT_BYTES - 1))
     def bits_rot(self, choice: int, at: int) -> None:
         """A byte of what is stored flips, of a blob that only the disk has."""
         found = [
@@ -577,10 +480,10 @@ class StoreMachine(RuleBasedStateMachine):
     def _write(self, put: Put) -> None:
         """Write this rank's parts, and no other's."""
         for index, payload in enumerate(put.payloads()):
-            if put.ns != PARTS:
+            if put.ns != drawn.PARTS:
                 put.writing.write(index, payload)
                 continue
-            for part in _GRID.parts(NAMESPACES[PARTS].tokens_per_blob):
+            for part in drawn.GRID.parts(NAMESPACES[drawn.PARTS].tokens_per_blob):
                 if part.index in put.parts:
                     chunk = payload[part.offset : part.offset + part.nbytes]
                     put.writing.write(index, chunk, part.offset)
@@ -631,7 +534,7 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _possible(self, name: Name) -> set[int]:
         """Variants that a reader may find under a key."""
-        flying = {variant for variant in VARIANTS if self.inflight[(*name, variant)] > 0}
+        flying = {variant for variant in drawn.VARIANTS if self.inflight[(*name, variant)] > 0}
         return self.model.sealed.get(name, set()) | flying
 
     def _check_digest(self, name: Name, digest: bytes) -> None:
@@ -663,11 +566,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _nbytes(self, ns: int) -> int:
         return NAMESPACES[ns].layout.nbytes(NAMESPACES[ns].tokens_per_blob)
-
-
-@functools.cache
-def variant_digest(key: bytes, variant: int, nbytes: int) -> bytes:
-    return digest_of(payload_of(key, variant, nbytes))
 
 
 def _run(max_examples: int, steps: int, *, derandomize: bool) -> None:
