@@ -193,6 +193,10 @@ class Catalogue:
         """The id of the namespace that a row belongs to, or None if it is unknown."""
         return self._ids.get(row_key[: _NUMBER.size])
 
+    def forget_pages(self) -> None:
+        """Give back the memory that a scan of all rows has taken."""
+        self._env.forget_pages()
+
     def clear_dead_readers(self) -> int:
         """Free what processes that died in a read still hold back; how many there were."""
         return self._env.clear_dead_readers()

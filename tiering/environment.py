@@ -163,6 +163,11 @@ class Environment:
         with self._fence.reading():
             return int(self._env.reader_check())
 
+    def forget_pages(self) -> None:
+        """Unmap what a scan of everything brought into memory; what is needed comes back."""
+        with self._writer:
+            self._resize(self._map_bytes)
+
     def close(self) -> None:
         """Wait for our readers, then close the files."""
         with self._writer, self._fence.alone():

@@ -118,7 +118,8 @@ class SsdTier:
 
     def rows(self) -> Iterator[Row]:
         """All committed blobs, in no useful order; times of use are never in the future."""
-        return self._catalogue.rows(self._wall_clock())
+        yield from self._catalogue.rows(self._wall_clock())
+        self._catalogue.forget_pages()
 
     def namespaces(self) -> dict[bytes, bytes]:
         """The declared namespaces: id → canonical encoding."""

@@ -320,3 +320,25 @@ def test_a_full_disk_stops_additions_but_not_deletions(tmp_path: Path) -> None:
         (path / "ballast").unlink()
         _put(env, b"again", b"value")
         assert _get(env, b"again") == b"value"
+
+
+def _mapped_bytes_in_memory(directory: Path) -> int:
+    """Resident bytes of the mapping of the catalogue's file."""
+    inside, found = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line.endswith(f"{directory}/data.mdb"):
+            inside = True
+        elif inside and line.startswith("Rss:"):
+            found += int(line.split()[1]) * KIB
+            inside = False
+    return found
+
+
+def test_pages_that_a_scan_brought_in_can_be_given_back(env: Environment, tmp_path: Path) -> None:
+    for number in range(64):
+        _put(env, b"%d" % number, bytes(16 * KIB))
+    assert all(_get(env, b"%d" % number) for number in range(64))
+    assert _mapped_bytes_in_memory(tmp_path) > MIB
+    env.forget_pages()
+    assert _mapped_bytes_in_memory(tmp_path) < 64 * KIB
+    assert _get(env, b"7") == bytes(16 * KIB)
