@@ -65,6 +65,16 @@ def test_small_requests_do_not_overtake_a_large_one(sim: Simulation) -> None:
     assert small.result()
 
 
+def test_nobody_overtakes_at_the_deadline_either(sim: Simulation) -> None:
+    room = Room(sim)
+    first, hasty = room.ask("first", 3, 10.0), room.ask("hasty", 1, 1.0)
+    room.give(1)
+    sim.advance(1.0)
+    assert hasty.result() is False
+    room.give(2)
+    assert first.result() is True
+
+
 def test_when_the_first_gives_up_the_next_tries(sim: Simulation) -> None:
     room = Room(sim)
     first, second = room.ask("first", 5, 1.0), room.ask("second", 1, 10.0)

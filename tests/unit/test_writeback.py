@@ -139,6 +139,19 @@ class TestDurable:
                 facts = world.client().stat(ns, chain(1))[0]
                 assert facts["retention"] == "durable"
 
+    def test_it_is_not_said_before_what_it_continues_is_on_the_disk(self, tmp_path: Path) -> None:
+        for seed in range(20):
+            with SimStore(tmp_path / str(seed), seed=seed) as world:
+                ns, client = world.declare(opaque(NBYTES)), world.client()
+                keys = chain(3)
+                put(world, client, ns, keys[:2])
+                answers = world.run(
+                    client.put(ns, keys[2:], payloads(1), parent_key=keys[1], retention="durable")
+                )
+                assert answers == [("stored", "")]
+                world.crash("dropped")
+                assert world.client().exists(ns, keys) == [True] * 3
+
     def test_two_at_once_wait_for_the_same_commit(
         self, world: SimStore, ns: Namespace, client: StoreClient
     ) -> None:
@@ -377,6 +390,23 @@ class TestRemovals:
         assert answers == [("stored", "")]
         world.crash("dropped")
         assert world.run(world.client().read(ns, chain(1))) == other
+
+    def test_what_is_dropped_before_its_row_was_rewritten_has_none(
+        self, world: SimStore, ns: Namespace, client: StoreClient
+    ) -> None:
+        for steps in range(12):
+            key = chain(1, str(steps))
+            put(world, client, ns, key)
+            world.finish_all()
+            put(world, client, ns, chain(1, f"other {steps}"))
+            for _ in range(steps):  # at some of them a commit is under way
+                world.sim.step()
+            asked = world.sim.start(client.put(ns, key, payloads(1), retention="durable"))
+            world.call(client.drop, ns, key)
+            world.sim.finish(asked)
+            world.finish_all()
+            world.audit(quiet=True)
+            assert client.exists(ns, key) == [False]
 
     def test_what_is_dropped_while_it_is_written_leaves_nothing(
         self, world: SimStore, ns: Namespace, client: StoreClient
