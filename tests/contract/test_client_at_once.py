@@ -181,3 +181,23 @@ async def test_fifty_tasks_on_one_client(shared: Daemon, other: Client, model: s
     async with AsyncClient(shared.address, timeout_s=20.0) as kv:
         await asyncio.gather(*(run_async(agent) for agent in agents(kv, model, 50, turns=25)))
     assert other.verify(timeout_s=60.0)["corrupt"] == []
+
+
+async def test_blocks_of_an_async_client_are_those_of_the_other(
+    shared: Daemon, other: Client, model: str
+) -> None:
+    namespace = opaque(NBYTES, model)
+    keys = chain(namespace, 1, LENGTH)
+    async with AsyncClient(shared.address) as kv:
+        ns = await kv.namespace(namespace)
+        async with kv.put(ns, keys) as writer:
+            for i, key in enumerate(keys):
+                writer[i][:] = payload_of(key, NBYTES)
+        assert writer.results == ["stored"] * LENGTH
+        hit = await kv.match(ns, keys)
+        async with kv.get(ns, keys[: hit.blobs], stream=True) as lease:
+            for i, key in enumerate(keys):
+                assert await lease.wait(i)
+                assert lease[i] == payload_of(key, NBYTES)
+        with other.get(ns, keys) as same:
+            assert [bytes(view) for view in same] == payloads_of(keys, NBYTES)

@@ -361,6 +361,17 @@ class TestChains:
         end.seal()
         assert (end.results, end.reasons) == (["refused"] * 4, ["orphan"] * 4)
 
+    def test_a_parent_that_is_dropped_meanwhile_makes_orphans(
+        self, kv: Any, ns: BoundNamespace, keys: Keys, contents: list[bytes], other: Client
+    ) -> None:
+        kv.put_from(ns, keys[:2], contents[:2])
+        end = kv.put(ns, keys[2:], parent=keys[1])
+        fill(end, contents[2:])
+        assert other.drop(ns, keys[:1]) == 2
+        end.seal()
+        assert (end.results, end.reasons) == (["refused"] * 4, ["orphan"] * 4)
+        assert kv.exists(ns, keys) == [False] * N
+
     def test_a_parent_is_kept_while_it_is_continued(
         self, kv: Any, ns: BoundNamespace, keys: Keys, contents: list[bytes], other: Client
     ) -> None:

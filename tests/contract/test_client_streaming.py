@@ -216,6 +216,14 @@ class TestFollowingAWriter:
         assert 0.2 <= time.monotonic() - started_s < 2.0
         writer.abort()
 
+    def test_what_nobody_writes_is_not_waited_for(
+        self, kv: Any, ns: BoundNamespace, keys: Keys
+    ) -> None:
+        started_s = time.monotonic()
+        with kv.get(ns, keys, wait=True, timeout_s=20.0) as lease:
+            assert (len(lease), lease.reason) == (0, "absent")
+        assert time.monotonic() - started_s < 5.0
+
     def test_a_get_turns_to_the_next_writer_when_one_gives_up(
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
     ) -> None:
