@@ -10,7 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Mapping, Sequence, Set
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
 from blobstore.backoff import Backoff
@@ -248,7 +248,7 @@ class Committer:
         self._hollows = {r: at for r, at in self._hollows.items() if r not in hollows}
         offset_s = self._wall_offset_s()
         add: list[tuple[Row, memoryview | None]] = [
-            (replace(_row(record, None, offset_s), retention=HOLE), None) for record in hollows
+            (_row(record, None, offset_s)._replace(retention=HOLE), None) for record in hollows
         ]
         add += [(_row(item.record, item.extent, offset_s), self._inline(item)) for item in batch]
         add += [(_row(record, record.ssd, offset_s), None) for record in rewrites]

@@ -7,6 +7,7 @@ signals, the socket's place, limits and the log.
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import resource
@@ -97,6 +98,7 @@ async def _serve(config: Config, settings: StoreSettings, announce: Callable[[st
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
     store = await Store.open(settings)
+    gc.freeze()  # the index is here to stay: no collection need walk it on the loop
     stop = _Stop()
     local = config.local
     door = LocalDoor(

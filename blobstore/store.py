@@ -16,11 +16,12 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from blobstore.adoption import adopt_rows
 from blobstore.counters import Counters
 from blobstore.drafts import Drafts
 from blobstore.errors import Busy, InvalidRequest
 from blobstore.holder import Holder
-from blobstore.index import Index, NamespaceState, Record, Retention
+from blobstore.index import Index, NamespaceState, Record
 from blobstore.loader import Loader
 from blobstore.namespace import Namespace
 from blobstore.protocol import KEYS_MAX
@@ -150,7 +151,7 @@ class Store:
             arena = await loop.run_in_executor(None, lambda: _make_arena(settings))
             undo.callback(arena.close)
             store = cls(settings, arena, ssd, clock, wall_clock, threads)
-            store._adopt_rows()
+            store._adopt()
             undo.pop_all()
         if store._writeback is not None:
             store._writeback.start()
@@ -389,47 +390,13 @@ class Store:
             except Exception:  # expiries must go on, whatever one of them met
                 log.exception("what was due by the clock failed")
 
-    def _adopt_rows(self) -> None:
-        """Build the index from the catalogue."""
-        if self._ssd is None or self._writeback is None:
-            return
-        for encoded in self._ssd.namespaces().values():
-            self.index.declare(Namespace.decode(encoded))
-        offset_s = self._wall_clock() - self._clock()
-        parents: list[tuple[Record, bytes]] = []
-        for row in self._ssd.rows():
-            state = self.index.namespaces[row.namespace]
-            record = Record(state, row.key, None, row.nbytes, row.tokens)
-            record.digest, record.pieces = row.digest, row.pieces
-            if row.is_hole:
-                record.hole = record.stub = True
-                self.index.n_holes += 1
-            else:
-                record.retention = Retention.parse(row.retention)
-                record.ssd = True if row.extent is None else row.extent
-            record.last_used = row.last_used_wall_s - offset_s
-            state.blobs[row.key] = record
-            if row.parent:
-                parents.append((record, row.parent))
-        for record, parent_key in parents:
-            parent = record.ns.blobs[parent_key]
-            record.parent = parent
-            parent.adopt(record)
-        self._settle_depths(record for record, _ in parents)
-        for record in self.index.records():
-            if not record.has_children:
-                self._writeback.settle(record)
-
-    @staticmethod
-    def _settle_depths(records: Any) -> None:
-        for record in records:
-            path = []
-            node = record
-            while node.parent is not None and node.depth == 1:
-                path.append(node)
-                node = node.parent
-            for below in reversed(path):
-                below.depth = below.parent.depth + 1
+    def _adopt(self) -> None:
+        """Know what is on SSD."""
+        if self._ssd is not None and self._writeback is not None:
+            adopt_rows(self._ssd, self.index, self._wall_clock() - self._clock())
+            for record in self.index.records():
+                if not record.has_children:
+                    self._writeback.settle(record)
 
     def _checked(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> NamespaceState:
         state = self.index.namespaces.get(namespace_id)

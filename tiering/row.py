@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from xxhash import xxh3_64_intdigest
 
@@ -32,9 +32,8 @@ _START = _CHECKSUM.size
 _VARIABLE = _START + _HEAD.size
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One blob on SSD."""
+class Row(NamedTuple):
+    """One blob on SSD. A tuple, since a start makes one of each there is."""
 
     namespace: bytes
     """The namespace's id."""

@@ -4,7 +4,6 @@ import struct
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -75,7 +74,7 @@ def _full_of_rows(catalogue: Catalogue) -> list[bytes]:
     keys: list[bytes] = []
     try:
         while True:
-            row = replace(_row(len(keys)), pieces=bytes(1600))
+            row = _row(len(keys))._replace(pieces=bytes(1600))
             catalogue.apply([(row, None)], [])
             keys.append(row.key)
     except Full:
@@ -108,7 +107,7 @@ def test_a_payload_of_another_size_or_none_is_a_fault(catalogue: Catalogue) -> N
 
 def test_a_batch_removes_before_it_adds(catalogue: Catalogue) -> None:
     catalogue.apply([(_row(1), None), (_row(2), None)], [])
-    again = replace(_row(1), tokens=7)
+    again = _row(1)._replace(tokens=7)
     catalogue.apply([(again, None)], [(NAMESPACE, _key(1)), (NAMESPACE, _key(2))])
     assert _rows(catalogue) == {again.key: again}
 
@@ -150,7 +149,7 @@ def test_namespaces_survive_and_keep_their_numbers(tmp_path: Path) -> None:
         catalogue.declare(other, b"other")
         catalogue.declare(NAMESPACE, CANONICAL)
         row_key = catalogue.row_key(other, _key(1))
-        catalogue.apply([(replace(_row(1), namespace=other), None)], [])
+        catalogue.apply([(_row(1)._replace(namespace=other), None)], [])
     with closing(_open(tmp_path)) as catalogue:
         assert catalogue.namespaces() == {NAMESPACE: CANONICAL, other: b"other"}
         assert catalogue.row_key(other, _key(1)) == row_key
@@ -180,11 +179,11 @@ def test_a_number_whose_commit_is_in_doubt_is_not_given_again(
 
 
 def test_an_undeclared_namespace_is_refused_and_nothing_is_written(catalogue: Catalogue) -> None:
-    unknown = replace(_row(2), namespace=bytes(32))
+    unknown = _row(2)._replace(namespace=bytes(32))
     with pytest.raises(UnknownNamespace, match="not declared"):
         catalogue.apply([(_row(1), None), (unknown, None)], [])
     with pytest.raises(InvalidRequest):
-        catalogue.apply([(_row(1), None), (replace(_row(2), tokens=-1), None)], [])
+        catalogue.apply([(_row(1), None), (_row(2)._replace(tokens=-1), None)], [])
     assert _rows(catalogue) == {}
 
 
@@ -207,7 +206,7 @@ def test_additions_in_doubt_are_taken_back_by_the_next_commit(
         catalogue.apply([(_row(1), None), (_row(2), None)], [])
     disk.fail_after = False
     # One of them was written anew meanwhile: that one stays.
-    catalogue.apply([(replace(_row(2), tokens=7), None)], [])
+    catalogue.apply([(_row(2)._replace(tokens=7), None)], [])
     assert {key: row.tokens for key, row in _rows(catalogue).items()} == {_key(2): 7}
     catalogue.apply([(_row(3), None)], [])
     assert _rows(catalogue).keys() == {_key(2), _key(3)}
@@ -221,12 +220,12 @@ def test_a_row_that_failed_to_be_written_anew_is_not_lost(
     catalogue.apply([(row, memoryview(b"abc"))], [])
     setattr(disk, fault, True)
     with pytest.raises(StorageFailed):
-        catalogue.apply([(replace(row, retention="durable"), None)], [])
+        catalogue.apply([(row._replace(retention="durable"), None)], [])
     setattr(disk, fault, False)
     catalogue.apply([(_row(2), None)], [])
     assert _rows(catalogue).keys() == {_key(1), _key(2)}
     assert _inline(catalogue, _key(1), 3) == b"abc"
-    catalogue.apply([(replace(row, retention="durable"), None)], [])
+    catalogue.apply([(row._replace(retention="durable"), None)], [])
     assert _rows(catalogue)[_key(1)].retention == "durable"
     assert _inline(catalogue, _key(1), 3) == b"abc"
 
@@ -241,7 +240,7 @@ def test_a_full_catalogue_removes_all_the_same(catalogue: Catalogue) -> None:
 
 def test_removals_of_a_batch_that_does_not_fit_are_made(catalogue: Catalogue) -> None:
     keys = _full_of_rows(catalogue)
-    big = [(replace(_row(n), pieces=bytes(1600)), None) for n in range(10_000, 11_000)]
+    big = [(_row(n)._replace(pieces=bytes(1600)), None) for n in range(10_000, 11_000)]
     with pytest.raises(Full):
         catalogue.apply(big, [(NAMESPACE, keys[0])])
     assert _rows(catalogue).keys() == set(keys[1:])

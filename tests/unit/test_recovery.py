@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -116,13 +115,13 @@ def test_a_lost_ancestor_takes_its_whole_subtree_along(catalogue: Catalogue) -> 
 def test_parents_are_looked_for_in_the_same_namespace(catalogue: Catalogue) -> None:
     other = bytes(32)
     catalogue.declare(other, b"other")
-    child = replace(_inline(2, 1)[0], namespace=other)
+    child = _inline(2, 1)[0]._replace(namespace=other)
     catalogue.apply([_inline(1), (child, memoryview(b"abc"))], [])
     assert survey(catalogue, SIZES).reasons == {"orphaned": 1}
 
 
 def _hole(n: int, parent: int | None = None) -> Added:
-    return replace(_inline(n, parent)[0], retention=HOLE), None
+    return _inline(n, parent)[0]._replace(retention=HOLE), None
 
 
 def test_a_hole_stands_as_long_as_something_continues_it(catalogue: Catalogue) -> None:

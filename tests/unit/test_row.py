@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import struct
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -67,7 +66,7 @@ def test_a_row_of_an_unknown_namespace_is_not_believed() -> None:
 
 @pytest.mark.parametrize("used", [1e12, float("inf"), float("nan")])
 def test_a_use_in_the_future_becomes_now(used: float) -> None:
-    record = encode_row(replace(ROW, last_used_wall_s=used), ROW_KEY)
+    record = encode_row(ROW._replace(last_used_wall_s=used), ROW_KEY)
     row = decode_row(ROW_KEY, record, IDS, 100.0)
     assert row is not None
     assert row.last_used_wall_s == 100.0
@@ -76,12 +75,12 @@ def test_a_use_in_the_future_becomes_now(used: float) -> None:
 def test_a_new_time_of_use_changes_nothing_else() -> None:
     record = with_last_use(ROW_KEY, encode_row(ROW, ROW_KEY), 77.0)
     assert record is not None
-    assert decode_row(ROW_KEY, record, IDS, 100.0) == replace(ROW, last_used_wall_s=77.0)
+    assert decode_row(ROW_KEY, record, IDS, 100.0) == ROW._replace(last_used_wall_s=77.0)
 
 
 def test_recovery_sees_where_a_row_lies_and_whom_it_continues() -> None:
     assert survey_row(ROW_KEY, encode_row(ROW, ROW_KEY)) == (2, 8192, 70_000, NUMBER + b"p" * 32)
-    root = replace(ROW, parent=b"", extent=None)
+    root = ROW._replace(parent=b"", extent=None)
     assert survey_row(ROW_KEY, encode_row(root, ROW_KEY)) == (0, 0, 70_000, b"")
 
 
@@ -97,4 +96,4 @@ def test_recovery_sees_where_a_row_lies_and_whom_it_continues() -> None:
 )
 def test_what_the_format_cannot_hold_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest, match="cannot hold"):
-        encode_row(replace(ROW, **change), ROW_KEY)
+        encode_row(ROW._replace(**change), ROW_KEY)
