@@ -19,7 +19,7 @@ from typing import Any
 from blobstore.adoption import adopt_rows
 from blobstore.counters import Counters
 from blobstore.drafts import Drafts
-from blobstore.errors import Busy, InvalidRequest
+from blobstore.errors import BlobStoreError, Busy, InvalidRequest
 from blobstore.holder import Holder
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.loader import Loader
@@ -204,17 +204,22 @@ class Store:
         self._holders.pop(holder.token, None)
 
     async def declare(self, encoded: bytes) -> bytes:
-        """Declare a namespace by its canonical encoding; its id."""
+        """Declare a namespace by its canonical encoding; its id.
+
+        A disk that cannot take it now learns of it with the first blob that it
+        can take; until then DRAM serves alone.
+        """
         namespace = Namespace.decode(encoded)
         if namespace.id not in self.index.namespaces:
             if len(self.index.namespaces) >= NAMESPACES_MAX:
                 raise Busy(f"{NAMESPACES_MAX} namespaces are declared, the most there may be")
-            # On disk first: a row of a namespace that is not there cannot be committed.
-            if self._ssd is not None:
-                await asyncio.get_running_loop().run_in_executor(
-                    self._write_pool, self._ssd.declare, namespace.id, encoded
-                )
             self.index.declare(namespace)
+            if self._ssd is not None:
+                work = asyncio.get_running_loop().run_in_executor
+                try:
+                    await work(self._write_pool, self._ssd.declare, namespace.id, encoded)
+                except BlobStoreError as error:
+                    log.warning("a namespace is not on disk yet: %s", str(error))
         return namespace.id
 
     def match(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> tuple[int, int, float]:

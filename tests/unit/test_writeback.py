@@ -345,22 +345,21 @@ class TestFullDisk:
         world.finish_all()
         assert tiers(client, ns, chain(3)) == [["dram", "ssd"]] * 3
 
-    def test_a_namespace_that_cannot_be_declared_at_first_costs_nothing_later(
-        self, world: SimStore, client: StoreClient
+    def test_a_namespace_that_is_new_while_the_disk_fails_is_served_and_saved_later(
+        self, world: SimStore, ns: Namespace, client: StoreClient
     ) -> None:
-        """Rows of an undeclared namespace would fail every commit that they are in."""
+        """Rows of a namespace that the catalogue does not know would fail every commit."""
         disk = DiskThatFails(world, "before_commit")
-        late = opaque(NBYTES, "late")
-        try:
-            world.declare(late)
-        except OSError:
-            disk.works = True
-            world.declare(late)
+        late = world.declare(opaque(NBYTES, "late"))
         put(world, client, late, chain(1))
-        world.finish_all()
+        assert world.run(client.read(late, chain(1))) == payloads(1)
+        world.rest()
         disk.works = True
         world.sim.advance(10.0)
-        assert put(world, client, late, chain(2), retention="durable")[1] == ("stored", "")
+        assert put(world, client, ns, chain(1), retention="durable") == [("stored", "")]
+        assert put(world, client, late, chain(1), retention="durable") == [("exists", "")]
+        world.crash("dropped")
+        assert world.run(world.client().read(late, chain(1))) == payloads(1)
 
     def test_a_failing_commit_does_not_stop_the_ones_after_it(
         self, world: SimStore, ns: Namespace, client: StoreClient
