@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import os
 from collections.abc import Awaitable, Callable, Coroutine
+from contextlib import suppress
 from typing import Any, cast
 
 import msgspec
@@ -39,6 +41,8 @@ PIN_MAX_S = 30 * 86400.0
 
 _ENDING = (p.Ping, p.Wait, p.Release, p.SealParts, p.Seal, p.Abort, p.Stats, p.Holding)
 """Served while the daemon drains: what brings leases and reservations to their end."""
+
+_REST_BYTES = 1 << 16
 
 _WAITING = (p.Get, p.Wait, p.Reserve, p.Verify)
 """Ended with their connection. Seals are not: what a writer sealed is published."""
@@ -102,10 +106,28 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The peer left, or `close` was called."""
-        self._transport = None
         self._open = False
+        if isinstance(exc, OSError):
+            self._take_in_the_rest()
+        self._transport = None
         for task in self._waiting:  # what nobody waits for must not stand in others' way
             task.cancel()
+        # What the last frames began has its first step before this.
+        asyncio.get_running_loop().call_soon(self._ended)
+
+    def _take_in_the_rest(self) -> None:
+        """Serve what a peer sent before it left, and what a failed write kept from being read.
+
+        It may be the end of leases, and a goodbye.
+        """
+        self._draining = True
+        assert self._transport is not None
+        sock = self._transport.get_extra_info("socket")
+        with suppress(OSError):
+            while data := os.read(sock.fileno(), _REST_BYTES):
+                self.data_received(data)
+
+    def _ended(self) -> None:
         if not (self._granted.lease_ids or self._granted.reservation_ids):
             self.holder.granted.pop(self.connection_id, None)
         self.lost.set_result(None)
@@ -242,22 +264,26 @@ class Connection(asyncio.Protocol):
         ended = self._store.readers.release(self.holder, m.lease_ids)
         return p.Done(ended + self._store.writers.acknowledge(self.holder, m.extents))
 
-    def _holding(self, m: p.Holding) -> Answer:
+    async def _holding(self, m: p.Holding) -> p.Reply:
+        # In a task, so that seals that came before it have begun.
         holder, own = self.holder, self._granted
         for connection_id in m.connection_ids:
             granted = holder.granted.get(connection_id)
-            if granted is None or granted is own:
+            if granted is None:
                 continue
             granted.end()
-            del holder.granted[connection_id]
             leases = granted.lease_ids & holder.leases.keys()
             reservations = granted.reservation_ids & holder.reservations.keys()
             self._store.readers.release(holder, list(leases.difference(m.lease_ids)))
             self._store.writers.reclaim(
                 holder, reservations.difference(m.reservation_ids), frozenset(m.extents)
             )
-            own.lease_ids |= leases.intersection(m.lease_ids)
-            own.reservation_ids |= reservations.intersection(m.reservation_ids)
+            granted.lease_ids.intersection_update(leases, m.lease_ids)
+            granted.reservation_ids.intersection_update(reservations, m.reservation_ids)
+            if granted is not own:
+                del holder.granted[connection_id]
+                own.lease_ids |= granted.lease_ids
+                own.reservation_ids |= granted.reservation_ids
         return p.Done()
 
     async def _reserve(self, m: p.Reserve) -> p.Reply:

@@ -281,7 +281,8 @@ class Holding(Request, tag=19):
 
     Leases and reservations of these connections that are not named are ended: the
     reply may have been lost, or what would have ended them. `extents` are offsets
-    of which there still are writable views. Answered by Done.
+    of which there still are writable views. Answered by Done, unless it names its own
+    connection: that is then closed, and ends the same way.
     """
 
     connection_ids: list[Count]

@@ -126,6 +126,7 @@ class AioConnection(Link):
 
     def _end(self) -> None:
         self._ended = True
+        self._say_goodbye("the client was closed")
         if self._returns.sender is self:
             self._returns.sender = None
         self.fail("the client was closed")

@@ -152,6 +152,7 @@ class Connection(Link):
         self._sock.close()
 
     def _end(self, wait_s: float) -> None:
+        self._say_goodbye("the client was closed")
         self.fail("the client was closed")
         if self._returns.sender is self:
             self._returns.sender = None

@@ -33,8 +33,9 @@ from blobstore.protocol import (
     Request,
     Reserved,
     decode_reply,
+    encode,
 )
-from blobstore.transports.framing import HEADER_BYTES, FrameReader, pack_header
+from blobstore.transports.framing import HEADER_BYTES, FrameReader, pack, pack_header
 
 RECEIVE_BYTES = 64 << 10
 UNSENT_BYTES_MAX = 16 << 20
@@ -234,6 +235,29 @@ class Link:
             with contextlib.suppress(IndexError):
                 self._returns.take_back(self._unsettled.popleft())
 
+    def _say_goodbye(self, why: str) -> None:
+        """End all calls, and have the daemon end what its replies to them would grant.
+
+        Unless that means to wait: then the daemon keeps it until this process exits.
+        """
+        Link.flush(self)
+        try:
+            if not self._sending.acquire(blocking=False) or self._busy:
+                return
+            if self.broken_by or self._unsent:
+                return
+            self.broken_by = why  # no request follows
+            self._fail_pending(why)  # and nobody takes a reply
+            goodbye = self._returns.held_over(self.session.connection_ids)
+            with contextlib.suppress(Broken):
+                self._send(pack(_NO_REPLY, self._boot_id, encode(goodbye)))
+        finally:
+            # As in Connection.wait: nothing comes before the release.
+            try:  # noqa: SIM105
+                self._sending.release()
+            except RuntimeError:
+                pass  # it is another thread's
+
     def leave_parent(self) -> None:
         """In a forked child: close this copy of the socket, and leave the parent's alone."""
         self._returns.sender = None
@@ -289,7 +313,7 @@ class Link:
             finally:
                 self._busy = False
 
-    def _send(self, data: bytearray | memoryview) -> int:
+    def _send(self, data: bytearray | bytes | memoryview) -> int:
         try:
             return self._sock.send(data, socket.MSG_NOSIGNAL)
         except BlockingIOError:

@@ -90,14 +90,17 @@ class Returns:
 
         No reply of theirs may arrive any more.
         """
+        self.owed.append(self.held_over(connection_ids))
+
+    def held_over(self, connection_ids: Sequence[int]) -> Holding:
+        """The message that ends what was granted over these connections and is not held."""
         # In this order: what moves on meanwhile is seen where it was or where it goes.
         arrived = list(self._arrived)
         writers = {*self._writers}
         owed = {debt.reservation_id for debt in list(self.owed) if isinstance(debt, Abort)}
         leases = {number for kind, number in arrived if kind is Leased} | {*self._held}
         reservations = {number for kind, number in arrived if kind is Reserved} | writers | owed
-        viewed = list(self._viewed)
-        self.owed.append(Holding(list(connection_ids), list(leases), list(reservations), viewed))
+        return Holding(list(connection_ids), list(leases), list(reservations), list(self._viewed))
 
     def hold(self, exporter: object, lease_id: int, lease: Disownable) -> None:
         """The lease is held until `exporter`, which all its views keep alive, dies."""

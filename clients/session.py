@@ -85,6 +85,11 @@ class Session:
             self.lost_ids = [*self.lost_ids[1 - LOST_MAX :], self._connection_id]
         self._connection_id = welcome.connection_id
 
+    @property
+    def connection_ids(self) -> list[int]:
+        """All of its connections: those before, and the one that there is now."""
+        return [*self.lost_ids, self._connection_id]
+
     def leave_parent(self) -> None:
         """In a forked child: what the parent holds is no business of the child's."""
         self.returns.leave_parent()

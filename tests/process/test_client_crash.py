@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from blobstore.clients import Client
-from blobstore.protocol import Declare, Get, Leased
+from blobstore.clients import AsyncClient, Client, Keys
+from blobstore.protocol import Declare, Get, Holding, Leased, Reserve, Reserved, Seal
 from blobstore.units import MIB
 from tests.support.blobs import chain, count_right, opaque, payload_of, put
 from tests.support.daemon import Daemon, daemon
@@ -23,7 +25,7 @@ from tests.support.nursery import CONTEXTS, LENGTH
 from tests.support.polling import poll_until, wait_s
 from tests.support.program import Program
 from tests.support.puppet import Puppet
-from tests.support.raw_client import RawClient
+from tests.support.raw_client import HungUp, RawClient
 
 SMALL = opaque(MIB)
 AT_ONCE_S = 10.0
@@ -194,6 +196,49 @@ def test_a_closed_connection_does_not_end_the_lease_of_a_living_process(
         for key, (offset, nbytes) in zip(keys, extents, strict=True):
             assert mapped[offset : offset + nbytes] == payload_of(key, MIB)
         assert kv.stats()["leases"] == 1
+
+
+async def cancel_and_close(address: str, keys: Keys) -> None:
+    async with AsyncClient(address) as kv:
+        ns = await kv.namespace(SMALL)
+        task = asyncio.ensure_future(kv.get(ns, keys))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+@pytest.mark.parametrize("kind", ["loop", "threads"])
+def test_leases_whose_replies_nobody_read_end_when_their_client_closes(
+    run: Daemon, kv: Client, kind: str
+) -> None:
+    keys = chain(SMALL, 1, 4)
+    assert put(kv, SMALL, keys) == ["stored"] * 4
+    for _ in range(50):
+        if kind == "loop":
+            asyncio.run(cancel_and_close(run.address, keys))
+        else:
+            with Client(run.address) as hasty:
+                hasty.get(hasty.namespace(SMALL), keys, timeout_s=0.0)
+    poll_until(lambda: holds_nothing(kv), AT_ONCE_S)
+
+
+def test_what_was_sealed_before_a_goodbye_is_published(run: Daemon, kv: Client) -> None:
+    (key,) = chain(SMALL, 1, 1)
+    with RawClient(run.socket) as raw:
+        raw.ask(Declare(SMALL.encode()))
+        (lost, sealed) = (
+            raw.ask(Reserve(SMALL.id, some, 32, b"", 0, "standard", 5.0))
+            for some in (chain(SMALL, 2, 1)[0], key)
+        )
+        assert isinstance(lost, Reserved)
+        assert isinstance(sealed, Reserved)
+        goodbye = Holding([raw.welcome.connection_id], [], [], [])
+        raw.send(raw.frame(Seal(sealed.reservation_id)) + raw.frame(goodbye))
+        with suppress(HungUp):
+            while True:
+                raw.hear()
+    poll_until(lambda: holds_nothing(kv), AT_ONCE_S)
+    assert kv.exists(kv.namespace(SMALL), [key, chain(SMALL, 2, 1)[0]]) == [True, False]
 
 
 LEAVING = {

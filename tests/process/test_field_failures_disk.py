@@ -133,6 +133,9 @@ def test_a_full_disk_stops_neither_the_daemon_nor_the_tier_for_good(tmp_path: Pa
             poll_until(lambda: put_durable(kv, 1001), 20.0, "the disk has grown")
             assert [put_durable(kv, seed) for seed in range(2000, 2060)] == [True] * 60
             all_right(kv, durable)
+            last = chain(ONE_MIB, 3000, 1)
+            assert put(kv, ONE_MIB, last) == ["stored"]
+            poll_until(lambda: "ssd" in kv.stat(kv.namespace(ONE_MIB), last)[0]["tiers"], 20.0)
             assert "Traceback" not in run.said
             run.kill()
         with daemon(tmp_path, *options) as run, Client(run.address, timeout_s=20.0) as kv:
