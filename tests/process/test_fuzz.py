@@ -211,6 +211,8 @@ def test_what_others_hold_cannot_be_sealed_aborted_released_or_waited_for(tmp_pa
             assert isinstance(raw.ask(p.Wait(guess, 0, 0, 1, 0.0)), p.Failed)
         every = list(range(2000))
         assert raw.ask(p.Release(every, [offset * 4096 for offset in every])) == p.Done(0)
+        connections = [number for number in range(1, 200) if number != raw.welcome.connection_id]
+        assert raw.ask(p.Holding(connections, [], [], [])) == p.Done(0)
         assert raw.ask(p.Abort(own)) == p.Done(1)
         after = kv.stats()
         assert all(after[name] == before[name] for name in ("leases", "reservations", "lent_bytes"))
