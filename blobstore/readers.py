@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -188,13 +189,28 @@ class Readers:
         return items
 
     async def _begin_loads(self, items: list[Record], stream: bool, deadline_s: float) -> None:
-        """`_begin`, once more when room that is being wiped is there."""
+        """Start the loads, waiting for room that is on its way; what finds none is cut off."""
+        if self._loader is None or not any(map(_is_cold, items)):
+            return
+
+        def attempt() -> bool:
+            return self._begin_all(items, stream=stream) or not self._residency.expects_room
+
+        if self._residency.could_hold(items):
+            with suppress(Busy):
+                await self._residency.wait_to_load(attempt, deadline_s)
         while True:
             self._begin(items, stream=stream)
             waits = self._residency.wiping_bytes and self._clock() < deadline_s
             if not waits or not any(map(_is_cold, items)):
                 return
             await self._residency.wiped()
+
+    def _begin_all(self, items: Sequence[Record], *, stream: bool) -> bool:
+        """Start to load what is on SSD alone, as far as there is room; whether all found some."""
+        assert self._loader is not None
+        cold = [record for record in items if _is_cold(record)]
+        return not cold or self._loader.begin(cold, stream=stream) == len(cold)
 
     def _begin(self, items: list[Record], *, stream: bool) -> int:
         """Start to load what is on SSD alone, as far as there is room; how many found some.

@@ -48,12 +48,15 @@ class Residency:
         self._clock = clock
         self._eviction = Eviction(dram, policy, self._leave_tree, self._rejoin_tree)
         self._turns = Turns(clock, WAITERS_MAX)
+        self._load_turns = Turns(clock, WAITERS_MAX)
         self._wipes: set[asyncio.Future[None]] = set()
         self.wiping_bytes = 0
         """Freed, and being zeroed before anyone else gets them."""
         self.pinned_bytes = 0
         self.departures = 0
         """Blobs that have ceased to be readable here so far."""
+        self.dirty_bytes: Callable[[], int] = lambda: 0
+        """How much may leave once it has been written to SSD."""
         self.on_settled: Callable[[Record], None] = lambda record: None
         """Called whenever a record's standing may have changed."""
         self.on_hidden: Callable[[Record], None] = lambda record: None
@@ -65,6 +68,16 @@ class Residency:
     def waiting(self) -> int:
         """Reservations that wait for room."""
         return len(self._turns)
+
+    @property
+    def expects_room(self) -> bool:
+        """Bytes are being wiped, or are on their way to SSD, and may leave then."""
+        return self.wiping_bytes > 0 or self.dirty_bytes() > 0
+
+    def could_hold(self, records: Sequence[Record]) -> bool:
+        """Whether all fit at once, if nobody else held any room."""
+        wanted = sum(self._dram.padded(record.nbytes) for record in records)
+        return wanted <= self._dram.capacity_bytes
 
     def pin(self, record: Record) -> None:
         """Keep the record's DRAM bytes, and its ancestors', until `unpin`."""
@@ -172,8 +185,16 @@ class Residency:
         if self._wipes:
             await asyncio.wait(self._wipes)
 
+    async def wait_to_load(self, attempt: Callable[[], bool], deadline_s: float) -> bool:
+        """Wait until `attempt` to load finds room, or sees that none will come; False: time is up.
+
+        Raises Busy if too many wait.
+        """
+        return await self._load_turns.wait(attempt, deadline_s)
+
     def notify(self) -> None:
-        """Room may have come: let the first who waits try."""
+        """Room may have come, or will not: let the first who wait try, loads before puts."""
+        self._load_turns.notify()
         self._turns.notify()
 
     def give_back(self, record: Record) -> None:

@@ -97,8 +97,10 @@ class Store:
                 ssd, arena.view, self.residency, self.counters, self._read_pool, lanes,
                 self._quarantine, self._writeback.save, clock,
             )  # fmt: skip
-            self.residency.on_settled = self._writeback.settle
-            self.residency.on_used = self._writeback.note_use
+            writeback = self._writeback
+            self.residency.dirty_bytes = lambda: writeback.dirty_bytes
+            self.residency.on_settled = writeback.settle
+            self.residency.on_used = writeback.note_use
         self._readers = Readers(
             self.index, self.residency, self._loader, self.counters, clock,
             settings.max_leases_per_client,

@@ -307,6 +307,7 @@ class Writeback:
         else:
             self._give_up(record, error)
         self._residency.settle(record)
+        self._residency.notify()
 
     def _give_up(self, record: Record, error: BlobStoreError) -> None:
         wanted = record.packed and not record.gone and record.retention is not Retention.VOLATILE

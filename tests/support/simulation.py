@@ -40,9 +40,10 @@ class Jobs:
         self._workers[name] = workers
         return _Pool(self._waiting.setdefault(name, []), workers)
 
-    def run_one(self) -> None:
-        """Do one of the jobs that threads might be doing now."""
-        name = self._rng.choice(sorted(name for name, jobs in self._waiting.items() if jobs))
+    def run_one(self, name: str = "") -> None:
+        """Do one of the jobs that threads (of the pool `name`) might be doing now."""
+        busy = sorted(pool for pool, jobs in self._waiting.items() if jobs)
+        name = name or self._rng.choice(busy)
         jobs = self._waiting[name]
         # A pool starts its work in order, and ends it in any order.
         at = self._rng.randrange(min(len(jobs), self._workers[name]))

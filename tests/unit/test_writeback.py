@@ -274,7 +274,7 @@ class TestSlowDisk:
             writing = client.put(ns, chain(1, str(number)), payloads(1, number), timeout_s=0.0)
             asked = world.sim.start(writing)
             while not asked.done():  # only the work of digesting
-                world.sim.jobs._waiting["hash"].pop(0)()
+                world.sim.jobs.run_one("hash")
                 world.sim.loop.run_ready()
         waiting = world.sim.start(client.reserve(ns, chain(1), timeout_s=5.0))
         world.sim.advance(4.9)
