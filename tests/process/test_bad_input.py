@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
@@ -199,6 +201,25 @@ def test_calls_on_a_dead_daemon_miss_and_the_next_daemon_is_found(tmp_path: Path
             lease.release()  # of the daemon that is gone: the new one is owed nothing
             assert put(kv, SMALL, chain(SMALL, 4, 2)) == ["stored"] * 2
             poll_until(lambda: kv.stats()["leases"] == 0)
+
+
+def test_a_daemon_that_hangs_is_a_miss_within_the_deadline(tmp_path: Path) -> None:
+    with daemon(tmp_path) as run, Client(run.address, timeout_s=0.2) as kv:
+        ns = kv.namespace(SMALL)
+        assert put(kv, SMALL, KEYS) == ["stored"] * 4
+        run.process.send_signal(signal.SIGSTOP)
+        started_s = time.monotonic()
+        assert kv.match(ns, KEYS).reason == "deadline"
+        with kv.get(ns, KEYS) as lease:
+            assert (len(lease), lease.reason) == (0, "deadline")
+        with kv.put(ns, chain(SMALL, 2, 1)) as writer:
+            writer[0][:] = bytes(MIB)
+        assert (writer.results, writer.reasons) == (["refused"], ["deadline"])
+        assert time.monotonic() - started_s < 5.0
+        run.process.send_signal(signal.SIGCONT)
+        assert count_right(kv, SMALL, KEYS) == 4
+        assert kv.exists(ns, chain(SMALL, 2, 1)) == [False]
+        poll_until(lambda: kv.stats()["leases"] == kv.stats()["reservations"] == 0)
 
 
 @pytest.mark.root
