@@ -64,9 +64,14 @@ class Writing:
             self.client.holder, self.reservation.reservation_id, index, parts
         )
 
-    async def seal(self, digests: Sequence[bytes] = (), alive: Sequence[int] = ()) -> Answers:
+    async def seal(
+        self,
+        digests: Sequence[bytes] = (),
+        alive: Sequence[int] = (),
+        unwritten: Sequence[int] = (),
+    ) -> Answers:
         results, reasons = await self.client.store.writers.seal(
-            self.client.holder, self.reservation.reservation_id, digests, alive
+            self.client.holder, self.reservation.reservation_id, digests, alive, unwritten
         )
         return list(zip(results, reasons, strict=True))
 
