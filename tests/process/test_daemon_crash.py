@@ -48,9 +48,9 @@ class Crashes:
                     self._clients.append(clients.enter_context(program))
                 assert [client.hear() for client in self._clients] == ["ready"] * N_CLIENTS
                 for point in range(n_points):
-                    must, may = self._crash(run)
+                    known = self._crash(run)
                     run = self._start(crash_while_opening=self._rng.random() < 0.25)
-                    self._check(run, must, may, f"seed {self._seed}, point {point}")
+                    self._check(run, known, f"seed {self._seed}, point {point}")
             finally:
                 run.kill()
 
@@ -63,8 +63,8 @@ class Crashes:
         run.wait_ready()
         return run
 
-    def _crash(self, run: Daemon) -> tuple[Known, Known]:
-        """Let the clients work, kill the daemon, and ask what must and what may be there."""
+    def _crash(self, run: Daemon) -> dict[str, Known]:
+        """Let the clients work, kill the daemon, and ask what was promised to them."""
         for client in self._clients:
             client.tell(self._missing)
         assert [client.hear() for client in self._clients] == ["running"] * N_CLIENTS
@@ -72,22 +72,24 @@ class Crashes:
         assert "Traceback" not in run.said, run.said
         for client in self._clients:
             client.tell("stop")
-        must: Known = {nbytes: set() for nbytes in SIZES}
-        may: Known = {nbytes: set() for nbytes in SIZES}
+        known: dict[str, Known] = {
+            name: {nbytes: set() for nbytes in SIZES} for name in ("must", "may", "never")
+        }
         for client in self._clients:
-            promises = client.hear(READY_S)
-            for name, known in (("must", must), ("may", may)):
-                for nbytes, keys in promises[name].items():
-                    known[int(nbytes)].update(map(bytes.fromhex, keys))
-        return must, may
+            for name, by_size in client.hear(READY_S).items():
+                for nbytes, keys in by_size.items():
+                    known[name][int(nbytes)].update(map(bytes.fromhex, keys))
+        return known
 
-    def _check(self, run: Daemon, must: Known, may: Known, where: str) -> None:
+    def _check(self, run: Daemon, known: dict[str, Known], where: str) -> None:
         self._missing = {}
         segment_bytes = n_held = 0
         with Client(run.address, timeout_s=READY_S) as kv:
             for nbytes in SIZES:
-                held, missing = self._held(kv, nbytes, must[nbytes] | may[nbytes])
-                assert must[nbytes] <= held, f"durable blobs of {nbytes} are lost: {where}"
+                must, may, never = (known[name][nbytes] for name in ("must", "may", "never"))
+                held, missing = self._held(kv, nbytes, must | may)
+                assert must <= held, f"durable blobs of {nbytes} are lost: {where}"
+                assert self._held(kv, nbytes, never) == (set(), never), where
                 self._missing[str(nbytes)] = [key.hex() for key in missing]
                 self._read(kv, nbytes, sorted(held))
                 n_held += len(held)

@@ -116,7 +116,7 @@ def test_a_second_daemon_on_the_socket_is_refused_with_the_pid_of_the_first(
 ) -> None:
     with daemon(tmp_path) as first:
         (tmp_path / "second").mkdir()
-        code, said = refused(tmp_path / "second", "--socket", os.fspath(first.socket), within_s=2.0)
+        code, said = refused(tmp_path / "second", "--socket", os.fspath(first.socket))
         assert code == 1
         assert f"pid {first.process.pid}" in said
         assert first.process.poll() is None
@@ -129,7 +129,7 @@ def test_a_second_daemon_on_the_directory_is_refused_with_the_pid_of_the_first(
     with daemon(tmp_path) as first:
         (tmp_path / "second").mkdir()
         options = ("--data", os.fspath(first.data), "--dram", "512MiB")
-        code, said = refused(tmp_path / "second", *options, within_s=2.0)
+        code, said = refused(tmp_path / "second", *options)
         assert code == 1
         assert str(first.process.pid) in said
         assert first.process.poll() is None
@@ -186,7 +186,7 @@ def test_auto_memory_comes_from_the_cgroup_and_too_much_is_refused(tmp_path: Pat
 def test_an_arena_larger_than_its_tmpfs_is_refused_at_once(tmp_path: Path) -> None:
     with tmpfs(tmp_path / "shm", 8 * MIB) as shm:
         environ = {"BLOBSTORE__DRAM__DIRECTORY": os.fspath(shm)}
-        code, said = refused(tmp_path, within_s=2.0, environ=environ)
+        code, said = refused(tmp_path, environ=environ)
         assert code == 1
         assert "64 MiB" in said
         assert os.fspath(shm) in said

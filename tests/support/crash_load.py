@@ -1,8 +1,8 @@
 """A client process that puts, reads and drops at random, and knows what it was promised.
 
-The test says "run" to start a round and "stop" to end it; the answer to "stop" is
-a `Promises`, by size of blob: keys of blobs that must be there after a crash, and
-keys of blobs that may be.
+The test says what is missing to start a round, and "stop" to end it; the answer is a
+`Promises`, by size of blob: keys of blobs that "must" be there after a crash, that "may"
+be, and that "never" are, since they are volatile.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class _Load:
         self._put: deque[tuple[int, Keys]] = deque(maxlen=20)
         self._must: set[tuple[int, bytes]] = set()
         self._may: set[tuple[int, bytes]] = set()
+        self._never: set[tuple[int, bytes]] = set()
 
     def step(self) -> None:
         """One random operation."""
@@ -64,10 +65,12 @@ class _Load:
 
     def promises(self) -> Promises:
         """What the daemon promised to this process."""
-        report: Promises = {"must": {}, "may": {}}
-        for name, known in (("must", self._must), ("may", self._may - self._must)):
+        report: Promises = {"must": {}, "may": {}, "never": {}}
+        may = self._may - self._must
+        for name, known in (("must", self._must), ("may", may), ("never", self._never)):
             for nbytes, key in known:
                 report[name].setdefault(str(nbytes), []).append(key.hex())
+        self._never.clear()
         return report
 
     def _put_one(self) -> None:
@@ -83,7 +86,8 @@ class _Load:
         self._store(nbytes, keys, "standard")
 
     def _store(self, nbytes: int, keys: Keys, retention: str) -> None:
-        self._may |= {(nbytes, key) for key in keys}
+        known = self._never if retention == "volatile" else self._may
+        known |= {(nbytes, key) for key in keys}
         self._put.append((nbytes, keys))
         try:
             self._kv.put_from(
