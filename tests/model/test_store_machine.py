@@ -13,7 +13,6 @@ import os
 import shutil
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from unittest import mock
@@ -43,18 +42,16 @@ from tests.support.store_client import Loan, Reading, StoreClient, digest_of
 from tests.support.store_model import (
     NAMESPACES,
     NUMBERS,
-    PATHS,
     RANKS,
     Call,
     Held,
     Model,
-    Name,
     Path_,
     Put,
     chain_of,
     key_of,
+    nbytes_of,
     payload_of,
-    variant_digest,
 )
 
 
@@ -65,10 +62,6 @@ class StoreMachine(RuleBasedStateMachine):
         super().__init__()
         self.directory = Path(tempfile.mkdtemp(dir=memory_directory()))
         self.model = Model()
-        self.inflight: Counter[tuple[int, bytes, int]] = Counter()
-        """Namespace, key and variant of seals under way."""
-        self.drops: Counter[Name] = Counter()
-        self.rotten: set[Name] = set()
         self.puts: list[Put] = []
         self.kept: list[tuple[int, Loan]] = []
         """Client and extent that it may still write to after a seal or abort."""
@@ -156,7 +149,7 @@ class StoreMachine(RuleBasedStateMachine):
         put = self.puts[choice % len(self.puts)]
         if put.ns != drawn.PARTS or index >= len(put.keys) or put.writing.reservation.expired:
             return
-        self._write(put)
+        put.write()
         self.world.call(put.writing.seal_parts, index, put.parts)
 
     @precondition(lambda self: self.puts)
@@ -220,7 +213,7 @@ class StoreMachine(RuleBasedStateMachine):
                 return
             payloads = None if stream else reading.payloads()
             for key, payload in zip(keys, payloads or (), strict=False):
-                self._check_digest((ns, key), digest_of(payload))
+                self.model.check_digest((ns, key), digest_of(payload))
             self.leases.append(Held(reading, ns, keys[: len(reading)], payloads))
 
         task = self.world.sim.start(asked)
@@ -269,7 +262,7 @@ class StoreMachine(RuleBasedStateMachine):
     def drop(self, ns: int, path: Path_, tier: str) -> None:
         keys = chain_of(ns, path)
         if not tier:
-            self._forget_below(ns, keys[-1])
+            self.model.forget_below(ns, keys[-1])
             keys = keys[-1:]
         self.world.call(self.clients[0].drop, NAMESPACES[ns], keys, tier)
         if not tier:
@@ -353,8 +346,7 @@ class StoreMachine(RuleBasedStateMachine):
         record = sorted(found, key=lambda record: record.key)[choice % len(found)]
         assert isinstance(record.ssd, Extent)
         self.world.rot(record.ssd, at % record.nbytes)
-        self.rotten.add((self._number(record), record.key))
-        self._forget_below(self._number(record), record.key)
+        self.model.rot((self._number(record), record.key))
 
     @rule(drain_s=st.sampled_from([0.0, 10.0]))
     def restart(self, drain_s: float) -> None:
@@ -391,7 +383,7 @@ class StoreMachine(RuleBasedStateMachine):
         view = self.world.store.arena.view
         for record in self.world.store.index.records():
             name = (self._number(record), record.key)
-            self._check_digest(name, record.digest)
+            self.model.check_digest(name, record.digest)
             if record.packed:
                 assert record.dram is not None
                 shown = view[record.dram.offset : record.dram.offset + record.nbytes]
@@ -430,17 +422,14 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _begin_anew(self) -> None:
         """The daemon starts again: clients know nothing any more, durable blobs are there."""
-        for (ns, key, variant), n in self.inflight.items():
-            if n > 0:
-                self.model.sealed.setdefault((ns, key), set()).add(variant)
-        self.inflight.clear()
+        self.model.crash()
         self.puts, self.kept, self.leases, self.calls = [], [], [], []
         self.world.disk.before_step = lambda name, path: None
         self.world.open()
         self.world.audit(quiet=True)
         self.greet()
         for (ns, key), variant in self.model.durable.items():
-            nbytes = self._nbytes(ns)
+            nbytes = nbytes_of(ns)
             found = self.world.run(self.clients[0].read(NAMESPACES[ns], [key]))
             assert found == [payload_of(key, variant, nbytes)]
 
@@ -457,7 +446,7 @@ class StoreMachine(RuleBasedStateMachine):
     ) -> Put:
         start %= len(path)
         keys = chain_of(ns, path, start)
-        if not self._nbytes(ns):
+        if not nbytes_of(ns):
             variant = 0  # there is only one way to be empty
         writing = self.world.run(
             self.clients[client].reserve(
@@ -480,80 +469,31 @@ class StoreMachine(RuleBasedStateMachine):
                 self.clients[client].scribble(loan, b"\x55" * loan.nbytes)
         return put
 
-    def _write(self, put: Put, but: Sequence[int] = ()) -> None:
-        """Write this rank's parts, and no other's."""
-        for index, payload in enumerate(put.payloads()):
-            if index in but:
-                continue
-            if put.ns != drawn.PARTS:
-                put.writing.write(index, payload)
-                continue
-            for part in drawn.GRID.parts(NAMESPACES[drawn.PARTS].tokens_per_blob):
-                if part.index in put.parts:
-                    chunk = payload[part.offset : part.offset + part.nbytes]
-                    put.writing.write(index, chunk, part.offset)
-
     def _seal(self, put: Put, alive: Sequence[int], unwritten: Sequence[int] = ()) -> None:
         self.puts.remove(put)
         if not put.writing.reservation.expired:
-            self._write(put, but=unwritten)
+            put.write(but=unwritten)
         names = [(put.ns, key) for key in put.keys]
-        drops = [self.drops[name] for name in names]
-        self.inflight.update((*name, put.variant) for name in names)
+        drops = [self.model.drops[name] for name in names]
+        self.model.inflight.update((*name, put.variant) for name in names)
 
         def done() -> None:
             answers = task.result()
             assert isinstance(answers, list)
-            self.inflight.subtract((*name, put.variant) for name in names)
+            self.model.inflight.subtract((*name, put.variant) for name in names)
             for name, before, answer in zip(names, drops, answers, strict=True):
-                self._check_answer(put, name, answer, dropped=self.drops[name] > before)
+                self.model.take_in(put, name, answer, dropped=self.model.drops[name] > before)
 
         digests = [digest_of(payload) for payload in put.payloads()]
         task = self.world.sim.start(put.writing.seal(digests, alive, unwritten))
         self._keep(put, alive)
         self.calls.append(Call(task, done))
 
-    def _check_answer(
-        self, put: Put, name: Name, answer: tuple[str, str], *, dropped: bool
-    ) -> None:
-        result, reason = answer
-        sealed = self.model.sealed.setdefault(name, set())
-        assert bool(reason) == (result in ("refused", "partial", "divergent"))
-        if result == "stored" or (result == "refused" and put.retention == "durable"):
-            sealed.add(put.variant)
-            self.rotten.discard(name)
-        elif result == "exists":
-            assert put.variant in self._possible(name)
-        elif result == "divergent":
-            assert self._possible(name) - {put.variant}
-        if result in ("stored", "exists") and put.retention == "durable" and not dropped:
-            path = PATHS[name]
-            if not any((name[0], key) in self.rotten for key in chain_of(name[0], path)):
-                self.model.durable[name] = put.variant
-
     def _keep(self, put: Put, alive: Iterable[int]) -> None:
         for index in alive:
             loan = put.writing.loans[index] if index < len(put.writing.loans) else None
             if loan is not None and loan.nbytes:
                 self.kept.append((put.client, loan))
-
-    def _possible(self, name: Name) -> set[int]:
-        """Variants that a reader may find under a key."""
-        flying = {variant for variant in drawn.VARIANTS if self.inflight[(*name, variant)] > 0}
-        return self.model.sealed.get(name, set()) | flying
-
-    def _check_digest(self, name: Name, digest: bytes) -> None:
-        nbytes = self._nbytes(name[0])
-        wanted = {variant_digest(name[1], variant, nbytes) for variant in self._possible(name)}
-        assert digest in wanted, f"{name}: nobody sealed this"
-
-    def _forget_below(self, ns: int, key: bytes) -> None:
-        """A blob and what continues it may go."""
-        path = PATHS[ns, key]
-        for name, below in PATHS.items():
-            if name[0] == ns and below[: len(path)] == path:
-                self.drops[name] += 1
-                self.model.durable.pop(name, None)
 
     def _settle_calls(self) -> None:
         ended = [call for call in self.calls if call.task.done()]
@@ -568,9 +508,6 @@ class StoreMachine(RuleBasedStateMachine):
 
     def _number(self, record: Record) -> int:
         return NUMBERS[record.ns.id]
-
-    def _nbytes(self, ns: int) -> int:
-        return NAMESPACES[ns].layout.nbytes(NAMESPACES[ns].tokens_per_blob)
 
 
 def _run(max_examples: int, steps: int, *, derandomize: bool) -> None:

@@ -6,7 +6,8 @@ import asyncio
 import functools
 import hashlib
 import itertools
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
@@ -88,8 +89,20 @@ class Put:
     client: int
 
     def payloads(self) -> list[bytes]:
-        nbytes = NAMESPACES[self.ns].layout.nbytes(NAMESPACES[self.ns].tokens_per_blob)
-        return [payload_of(key, self.variant, nbytes) for key in self.keys]
+        return [payload_of(key, self.variant, nbytes_of(self.ns)) for key in self.keys]
+
+    def write(self, but: Collection[int] = ()) -> None:
+        """Write this rank's parts, and no other's, of all blobs `but` some."""
+        for index, payload in enumerate(self.payloads()):
+            if index in but:
+                continue
+            if self.ns != PARTS:
+                self.writing.write(index, payload)
+                continue
+            for part in GRID.parts(NAMESPACES[PARTS].tokens_per_blob):
+                if part.index in self.parts:
+                    chunk = payload[part.offset : part.offset + part.nbytes]
+                    self.writing.write(index, chunk, part.offset)
 
 
 @dataclass(eq=False)
@@ -122,6 +135,66 @@ class Model:
     """Acknowledged as durable, and neither dropped nor damaged since."""
     written: dict[Name, set[int]] = field(default_factory=dict)
     """Variants that anybody ever meant to put; a reader may follow a writer who loses."""
+    inflight: Counter[tuple[int, bytes, int]] = field(default_factory=Counter)
+    """Namespace, key and variant of seals under way."""
+    drops: Counter[Name] = field(default_factory=Counter)
+    """How often what is under a name may have been dropped."""
+    rotten: set[Name] = field(default_factory=set)
+    """Damaged on the disk, and not put again since."""
+
+    def possible(self, name: Name) -> set[int]:
+        """Variants that a reader may find under a key."""
+        flying = {variant for variant in VARIANTS if self.inflight[(*name, variant)] > 0}
+        return self.sealed.get(name, set()) | flying
+
+    def check_digest(self, name: Name, digest: bytes) -> None:
+        """What was found under a key is what somebody sealed."""
+        nbytes = nbytes_of(name[0])
+        wanted = {variant_digest(name[1], variant, nbytes) for variant in self.possible(name)}
+        assert digest in wanted, f"{name}: nobody sealed this"
+
+    def take_in(self, put: Put, name: Name, answer: tuple[str, str], *, dropped: bool) -> None:
+        """A seal was answered; `dropped` if what it made may have been dropped meanwhile."""
+        result, reason = answer
+        sealed = self.sealed.setdefault(name, set())
+        assert bool(reason) == (result in ("refused", "partial", "divergent"))
+        if result == "stored" or (result == "refused" and put.retention == "durable"):
+            sealed.add(put.variant)
+        if result == "stored":
+            self.rotten.discard(name)
+        elif result == "exists":
+            assert put.variant in self.possible(name)
+        elif result == "divergent":
+            assert self.possible(name) - {put.variant}
+        kept = result in ("stored", "exists") and put.retention == "durable"
+        if kept and not dropped and name not in self.rotten:
+            self.durable[name] = put.variant
+
+    def forget_below(self, ns: int, key: bytes) -> None:
+        """A blob and what continues it were dropped."""
+        path = PATHS[ns, key]
+        for name, below in PATHS.items():
+            if name[0] == ns and below[: len(path)] == path:
+                self.drops[name] += 1
+                self.durable.pop(name, None)
+
+    def rot(self, name: Name) -> None:
+        """The only copy of a blob was damaged."""
+        self.rotten.add(name)
+        self.drops[name] += 1
+        self.durable.pop(name, None)
+
+    def crash(self) -> None:
+        """Seals under way may have published, and nobody will learn of it."""
+        for (ns, key, variant), n in self.inflight.items():
+            if n > 0:
+                self.sealed.setdefault((ns, key), set()).add(variant)
+        self.inflight.clear()
+
+
+def nbytes_of(ns: int) -> int:
+    """The size of a blob of a namespace."""
+    return NAMESPACES[ns].layout.nbytes(NAMESPACES[ns].tokens_per_blob)
 
 
 @functools.cache
