@@ -38,7 +38,7 @@ class Belongings:
         return cls(
             frozenset(t for t in threading.enumerate() if t.is_alive()),
             frozenset(_descriptors()),
-            frozenset(os.listdir(_SHM) if _SHM.is_dir() else ()),
+            frozenset(_shm_names()),
             frozenset(_children()),
         )
 
@@ -103,6 +103,12 @@ async def no_leaked_tasks() -> AsyncIterator[None]:
         for task in left:
             task.cancel()
         pytest.fail(f"the test left tasks behind: {names}", pytrace=False)
+
+
+def _shm_names() -> Iterator[str]:
+    """Segments of shared memory. A directory is somebody's temporary files, not a segment."""
+    if _SHM.is_dir():
+        yield from (entry.name for entry in os.scandir(_SHM) if entry.is_file())
 
 
 def _descriptors() -> Iterator[tuple[int, str]]:
