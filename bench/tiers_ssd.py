@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import count
@@ -25,7 +25,7 @@ from blobstore.units import MIB
 WRITE_LIMIT_NAME = f"O_DIRECT writes of new space, {IN_FLIGHT} in flight, fdatasync after each"
 READ_LIMIT_NAME = f"O_DIRECT reads into shared memory, {IN_FLIGHT} in flight"
 LAYERS = 32
-WRITTEN_BACK_S = 60.0
+SETTLED_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +96,7 @@ class _Disk:
         def sample() -> float:
             keys, taken_s = self._put_fresh()
             self._kv.drop(self._ns, keys)
+            self._until(self._given_back)
             return taken_s
 
         pairs = alternate(lambda: [sample()], self._raw_write, self._scale.n_pairs)
@@ -212,11 +213,18 @@ class _Disk:
         while evicted < self._scale.per_sample:
             evicted = -self._counter("ssd_evicted")
             self._kv.put_from(self._ns, next(self._fresh), self._source)
-            deadline_s = time.monotonic() + WRITTEN_BACK_S
-            while self._kv.stats()["tiers"]["ssd"]["dirty_bytes"]:
-                require(time.monotonic() < deadline_s, "written back within a minute")
-                time.sleep(0.005)
+            self._until(lambda ssd: not ssd["dirty_bytes"])
             evicted += self._counter("ssd_evicted")
+
+    def _until(self, holds: Callable[[dict[str, Any]], bool]) -> None:
+        deadline_s = time.monotonic() + SETTLED_S
+        while not holds(self._kv.stats()["tiers"]["ssd"]):
+            require(time.monotonic() < deadline_s, "the disk is done within a minute")
+            time.sleep(0.005)
+
+    def _given_back(self, ssd: dict[str, Any]) -> bool:
+        """Nothing is still on its way back to the file system, which would hold up writes."""
+        return bool(ssd["spare_bytes"] <= self._scale.ssd_bytes // 16)
 
     def _counter(self, name: str) -> int:
         return int(counters(self._kv)[name])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Protocol
@@ -71,7 +71,7 @@ class Committer:
         view: Callable[[Record], memoryview],
         backoff: Backoff,
         commit_pool: Executor,
-        free_pool: Executor,
+        trim_pool: Executor,
         wall_offset_s: Callable[[], float],
     ) -> None:
         self._ssd = ssd
@@ -79,7 +79,7 @@ class Committer:
         self._view = view
         self._backoff = backoff
         self._commit_pool = commit_pool
-        self._free_pool = free_pool
+        self._trim_pool = trim_pool
         self._wall_offset_s = wall_offset_s
         self._written: list[Written] = []
         self._removals: list[_Removal] = []
@@ -94,7 +94,8 @@ class Committer:
         self._uses_due = False
         self._busy = False
         self._removing = False
-        self._freeing: set[asyncio.Future[None]] = set()
+        self._trimming: asyncio.Future[None] | None = None
+        self._trim_again = False
         self.leaving_bytes = 0
         """Removed, and not free yet."""
         self._wanted = asyncio.Event()
@@ -104,12 +105,12 @@ class Committer:
     def pending(self) -> bool:
         """Something waits for a commit, or is in one; times of use do not count."""
         waiting = self._written or self._removals or self._rewrites or self._hollows
-        return bool(waiting or self._busy or self._freeing)
+        return bool(waiting or self._busy or self._trimming)
 
     @property
     def removing(self) -> bool:
-        """Bytes are on their way out, and free once a round is over."""
-        return self._removing or bool(self._removals or self._due_hollows())
+        """Bytes are on their way out: a round that ends may have freed some."""
+        return bool(self._removing or self._removals or self._trimming or self._due_hollows())
 
     def add(self, item: Written) -> None:
         """Commit a row for the blob as soon as its parent has one, or comes along."""
@@ -189,6 +190,8 @@ class Committer:
                 error = await self._commit(batch)
                 if self._written or self._has_work():
                     self._wanted.set()
+            elif self._trimming is not None:
+                continue  # its end is the round's
             self._end_round(error)
             if error is not None:
                 await asyncio.sleep(self._backoff.pause_s)
@@ -255,12 +258,14 @@ class Committer:
         said = {r: r.retention for r in (*(item.record for item in batch), *rewrites)}
         remove = [(removal.namespace_id, removal.key) for removal in removals]
         touch = [(r.ns.id, r.key, r.last_used + offset_s) for r in self._uses()]
+        leaving = [*(removal.extent for removal in removals), *hollows.values()]
         spaces = {record.ns for record in said} - self._declared
 
         def work() -> None:
             for space in spaces:
                 self._ssd.declare(space.id, space.namespace.encode())
             self._ssd.commit(add, remove, touch)
+            self._free(leaving)
 
         self._rewriting = rewrites
         self._busy, self._removing = True, bool(removals or hollows)
@@ -281,7 +286,9 @@ class Committer:
             self._rewrites |= _outdated(said, rewrites)
             for item in batch:
                 self._outcomes.saved(item)
-            await self._free_all([*(removal.extent for removal in removals), *hollows.values()])
+            self.leaving_bytes -= sum(map(_nbytes, leaving))
+            if leaving:
+                self._trim()
         finally:
             self._busy = self._removing = False
             self._rewriting = set()
@@ -310,28 +317,34 @@ class Committer:
 
     def _not_saved(self, item: Written, error: BlobStoreError) -> None:
         if item.extent is not None:
-            self._free(item.extent)
+            self._free([item.extent])
+            self._trim()
         self._outcomes.not_saved(item, error)
 
-    def _free(self, extent: Extent) -> asyncio.Future[None]:
-        """Free an extent on a thread: that may punch holes."""
-        loop = asyncio.get_running_loop()
-        free = loop.run_in_executor(self._free_pool, self._ssd.free, extent)
-        self._freeing.add(free)
-        free.add_done_callback(self._freed)
-        return free
+    def _free(self, extents: Iterable[Extent | bool]) -> None:
+        """Give back what nobody can find any more (work)."""
+        for extent in extents:
+            if isinstance(extent, Extent):
+                try:
+                    self._ssd.free(extent)
+                except Exception:
+                    log.exception("an extent could not be freed")
 
-    def _freed(self, free: asyncio.Future[None]) -> None:
-        self._freeing.discard(free)
-        if not free.cancelled() and (fault := free.exception()) is not None:
-            log.error("an extent could not be freed", exc_info=fault)
+    def _trim(self) -> None:
+        """Punch holes on a thread of their own: writes need not wait for them."""
+        self._trim_again = self._trimming is not None
+        if self._trimming is None:
+            loop = asyncio.get_running_loop()
+            self._trimming = loop.run_in_executor(self._trim_pool, self._ssd.trim)
+            self._trimming.add_done_callback(self._trimmed)
 
-    async def _free_all(self, extents: Sequence[Extent | bool]) -> None:
-        """Free what was removed."""
-        frees = [self._free(extent) for extent in extents if isinstance(extent, Extent)]
-        if frees:
-            await asyncio.wait(frees)
-        self.leaving_bytes -= sum(map(_nbytes, extents))
+    def _trimmed(self, trim: asyncio.Future[None]) -> None:
+        self._trimming = None
+        if not trim.cancelled() and (fault := trim.exception()) is not None:
+            log.error("freed space could not be given back", exc_info=fault)
+        if self._trim_again:
+            self._trim()
+        self._wanted.set()  # who waits for room looks again
 
 
 def typed(fault: Exception) -> BlobStoreError:

@@ -81,7 +81,13 @@ class Store:
         self._read_pool = threads(lanes, "read")
         self._write_pool = threads(lanes, "write")
         self._hash_pool = threads(HASH_LANES, "hash")
+        self._sync_pool = threads(lanes, "sync")
         self._commit_pool = threads(1, "commit")
+        self._trim_pool = threads(1, "trim")
+        self._pools = [
+            self._read_pool, self._write_pool, self._hash_pool,
+            self._sync_pool, self._commit_pool, self._trim_pool,
+        ]  # fmt: skip
         self.residency = Residency(
             self._dram, LeafLru(), self.index, self.counters, self._hash_pool, clock
         )
@@ -90,8 +96,8 @@ class Store:
         if ssd is not None:
             self._writeback = Writeback(
                 ssd, arena.view, self.residency, self.index, LeafLru(), self.counters,
-                self._write_pool, self._commit_pool, lanes, self._quarantine_dram, clock,
-                lambda: wall_clock() - clock(),
+                self._write_pool, self._sync_pool, self._commit_pool, self._trim_pool, lanes,
+                self._quarantine_dram, clock, lambda: wall_clock() - clock(),
             )  # fmt: skip
             self._loader = Loader(
                 ssd, arena.view, self.residency, self.counters, self._read_pool, lanes,
@@ -174,7 +180,7 @@ class Store:
             await self._writeback.close(drain_s)
         await self.residency.wiped()
         loop = asyncio.get_running_loop()
-        for pool in (self._read_pool, self._write_pool, self._hash_pool, self._commit_pool):
+        for pool in self._pools:
             await loop.run_in_executor(None, pool.shutdown)
         if self._ssd is not None:
             await loop.run_in_executor(None, self._ssd.close)

@@ -79,12 +79,13 @@ class Placement:
 
     @property
     def taken_bytes(self) -> int:
-        """Live bytes, and the room kept for spare ones and headers."""
-        return self.live_bytes + max(self._spare_bytes_max, self.idle_bytes)
+        """Live bytes, and the room kept for spare ones and headers; not what is to be punched."""
+        headers_bytes = self.idle_bytes - self._spare.total_bytes
+        return self.live_bytes + max(self._spare_bytes_max, headers_bytes)
 
     @property
     def free_bytes(self) -> int:
-        """What `allocate` can still hand out."""
+        """What `allocate` can still hand out, spare runs too short for it once punched."""
         return max(0, self.limit_bytes - self.taken_bytes)
 
     @property
@@ -131,7 +132,7 @@ class Placement:
 
     def set_aside(self, nbytes: int) -> bool:
         """Lower the limit by `nbytes` for good, if they are free."""
-        if nbytes > self.free_bytes:
+        if not self._fits(nbytes):
             return False
         self.limit_bytes -= nbytes
         return True
@@ -143,12 +144,7 @@ class Placement:
         if nbytes == 0:
             return NOWHERE
         wanted = blocks_of(nbytes)
-        if wanted > self.free_bytes:
-            raise Full(
-                f"ssd: wanted {format_size(wanted)}, free are {format_size(self.free_bytes)} "
-                f"of {format_size(self.limit_bytes)}"
-            )
-        run = self._spare.take(wanted) or self._advance(wanted)
+        run = self._room_for(wanted)
         extent = Extent(run.place, run.offset, nbytes)
         self._live[_pack(extent.place, extent.offset)] = nbytes
         self.live_bytes += wanted
@@ -210,6 +206,23 @@ class Placement:
         self._holes.remove(hole)
         del self.segments[run.place]
         return True
+
+    def _room_for(self, nbytes: int) -> Extent:
+        if nbytes <= self.free_bytes:
+            run = self._spare.take(nbytes)
+            if run is not None:
+                return run
+            if self._fits(nbytes):
+                return self._advance(nbytes)
+        raise Full(
+            f"ssd: wanted {format_size(nbytes)}, free are {format_size(self.free_bytes)} "
+            f"of {format_size(self.limit_bytes)}"
+        )
+
+    def _fits(self, nbytes: int) -> bool:
+        """Whether the disk may give out so much more now."""
+        kept_bytes = max(self._spare_bytes_max, self.idle_bytes)
+        return self.live_bytes + kept_bytes + nbytes <= self.limit_bytes
 
     def _advance(self, nbytes: int) -> Extent:
         """Make the next chunk of the frontier spare, and take `nbytes` of that."""

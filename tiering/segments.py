@@ -56,6 +56,9 @@ class Segments:
         self._reads: Counter[Extent] = Counter()
         self._doomed: set[Extent] = set()
         self._counts: Counter[str] = Counter()
+        self._unsynced: dict[Extent, int] = {}
+        """Extents that were written since they were synced last, and the number of that write."""
+        self._writes = 0
 
     def scan(self) -> dict[int, int]:
         """Open the segment files that are there; number → size.
@@ -112,7 +115,7 @@ class Segments:
             return self._placement.set_aside(nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Give `extent` back, at once or when the last read of it ends; may punch holes.
+        """Give `extent` back, at once or when the last read of it ends; no I/O.
 
         Raises InvalidRequest, with nothing changed, if it is not allocated.
         """
@@ -126,7 +129,7 @@ class Segments:
                 return
             del self._reads[extent]
             self._placement.release(extent)
-        self.trim()
+            self._unsynced.pop(extent, None)
 
     def trim(self, keep_bytes: int | None = None) -> None:
         """Punch what is spare beyond `keep_bytes` (by default the room kept for it)."""
@@ -158,6 +161,7 @@ class Segments:
         data = _checked(extent, start, data)
         if not data.nbytes:
             return
+        self._mark_unsynced(extent)
         try:
             try:
                 self._write(extent, start, data)
@@ -169,6 +173,7 @@ class Segments:
         except OSError as error:
             self._count("write_errors")
             raise storage_failed(error, "write", self._path(extent.place)) from error
+        self._mark_unsynced(extent)  # a sync meanwhile did not cover all of it
 
     def read(self, extent: Extent, start: int, into: memoryview) -> None:
         """As `Tier.read`; fastest where `start` and the address are multiples of 4 KiB.
@@ -190,16 +195,20 @@ class Segments:
         finally:
             self._end_read(extent)
 
-    def sync(self, places: Iterable[int]) -> None:
-        """Make what was written to `places` durable. Raises StorageFailed."""
-        for place in sorted(places):
-            if place == 0:
-                continue
+    def sync(self, extents: Iterable[Extent]) -> None:
+        """Make what was written to `extents` durable; again is free. Raises StorageFailed."""
+        with self._lock:
+            due = {extent: self._unsynced[extent] for extent in extents if extent in self._unsynced}
+        for place in sorted({extent.place for extent in due}):
             try:
                 self._disk.sync(self._handle(place))
             except OSError as error:
                 self._count("sync_errors")
                 raise storage_failed(error, "sync", self._path(place)) from error
+        with self._lock:
+            for extent, write in due.items():
+                if self._unsynced.get(extent) == write:
+                    del self._unsynced[extent]
 
     @property
     def free_bytes(self) -> int:
@@ -239,6 +248,11 @@ class Segments:
         handles, self._handles = self._handles, {}
         for handle in handles.values():
             self._disk.close(handle)
+
+    def _mark_unsynced(self, extent: Extent) -> None:
+        with self._lock:
+            self._writes += 1
+            self._unsynced[extent] = self._writes
 
     def _write(self, extent: Extent, start: int, data: memoryview) -> None:
         if self._placement.unprepared:
@@ -292,7 +306,6 @@ class Segments:
                 return
             self._doomed.discard(extent)
             self._placement.release(extent)
-        self.trim()
 
     def _handle(self, place: int) -> Handle:
         handle = self._handles.get(place)

@@ -45,7 +45,7 @@ class SsdTier:
     """The open SSD tier of one data directory; made by `SsdTier.open`.
 
     Implements `Tier`. All methods may be called from any thread; all but
-    `allocate`, `stats` and the properties block on the disk.
+    `allocate`, `free`, `stats` and the properties block on the disk.
     """
 
     name = "ssd"
@@ -134,15 +134,25 @@ class SsdTier:
         return self._segments.allocate(nbytes)
 
     def free(self, extent: Extent) -> None:
-        """Give an extent back, after the commit that removed its row.
+        """Give an extent back, after the commit that removed its row; no I/O.
 
-        Its bytes stay until the last read of it has ended. May block to punch holes.
+        Its bytes stay until the last read of it has ended. `trim` gives what is
+        not used again to the file system.
         """
         self._segments.free(extent)
+
+    def trim(self) -> None:
+        """Punch holes where more was freed than is kept for the next writes; may take long."""
+        self._segments.trim()
 
     def write(self, extent: Extent, start: int, data: memoryview) -> None:
         """As `Tier.write`; durable and visible only by `commit`."""
         self._segments.write(extent, start, data)
+
+    def sync(self, extent: Extent) -> None:
+        """Make what was written durable ahead of its commit, which then need not. Raises
+        StorageFailed."""
+        self._segments.sync([extent])
 
     def read(self, extent: Extent, start: int, into: memoryview) -> None:
         """As `Tier.read`."""
@@ -165,7 +175,7 @@ class SsdTier:
         cannot hold or of undeclared namespaces. No addition is then visible;
         the extents stay allocated, and the removals can be repeated.
         """
-        self._segments.sync({row.extent.place for row, _ in add if row.extent is not None})
+        self._segments.sync(row.extent for row, _ in add if row.extent is not None)
         self._catalogue.apply(add, remove, touch)
         self._counts["commits"] += 1
 
@@ -175,8 +185,8 @@ class SsdTier:
         self._segments.trim()
 
     def physical_bytes(self) -> int:
-        """What the file system says that the tier takes now; never above `used_bytes`
-        by more than its own bookkeeping."""
+        """What the file system says that the tier takes now; once trimmed, never above
+        `used_bytes` by more than its own bookkeeping."""
         return self._segments.allocated_bytes() + self._catalogue.granted_bytes
 
     def stats(self) -> dict[str, Any]:

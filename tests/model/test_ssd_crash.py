@@ -148,6 +148,7 @@ class World:
         self.state, self.coming = self.coming, None
         for extent in gone_extents:
             tier.free(extent)
+        tier.trim()
 
     def _write_some(self, staying: State, new: State, rows: list[Added]) -> None:
         for _ in range(self.rng.randint(1, 3)):
@@ -158,6 +159,9 @@ class World:
                 rows.append(write_blob(self.tier_now(), key, payload, parent))
             except Full:
                 continue
+            extent = rows[-1][0].extent
+            if extent is not None and self.rng.random() < 0.5:
+                self.tier_now().sync(extent)
             new[key] = Blob(payload, parent)
 
     def _drop(self) -> None:
@@ -168,6 +172,7 @@ class World:
         self.state, self.coming = self.coming, None
         for extent in extents:
             tier.free(extent)
+        tier.trim()
 
     def _swap(self) -> None:
         self._put(remove=self._leaves())

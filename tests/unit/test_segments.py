@@ -168,6 +168,7 @@ def test_what_cannot_be_punched_stays_in_the_accounts_until_it_can() -> None:
     disk.before_step = _failing("punch", code=errno.EOPNOTSUPP)
     for extent in extents[:2]:
         segments.free(extent)
+        segments.trim()
     stats = segments.stats()
     assert stats["punch_errors"] == 2
     assert stats["spare_bytes"] >= 2 * MIB
@@ -256,7 +257,7 @@ def test_found_segments_keep_their_extents_and_give_up_the_rest() -> None:
     segments = _segments(disk)
     kept, lost, other = (_put(segments, _data(MIB, n)) for n in range(3))
     alone = _put(segments, _data(3 * MIB, 4))
-    segments.sync({1, 2})
+    segments.sync((kept, lost, other, alone))
     disk.restart("kept", 0)
     spans = [(e.place, e.offset, e.nbytes) for e in (kept, other)]
     found = _segments(disk, spans=spans)
@@ -341,6 +342,7 @@ def test_parallel_writers_readers_and_frees_keep_bytes_apart() -> None:
             if _get(segments, extent) != data:
                 faults.append(f"{worker}: {extent}")
             segments.free(extent)
+            segments.trim()
 
     threads = [threading.Thread(target=work, args=(worker,)) for worker in range(4)]
     for thread in threads:
@@ -351,3 +353,64 @@ def test_parallel_writers_readers_and_frees_keep_bytes_apart() -> None:
     stats = segments.stats()
     assert (stats["live_bytes"], stats["extents"], stats["reads_in_flight"]) == (0, 0, 0)
     assert blocks_of(stats["spare_bytes"]) <= SPARE_BYTES
+
+
+def test_what_was_synced_is_not_synced_again() -> None:
+    disk = SimDisk()
+    segments = _segments(disk)
+    first, second = _put(segments, _data(MIB, 1)), _put(segments, _data(MIB, 2))
+    syncs: list[Path] = []
+    disk.before_step = lambda name, path: syncs.append(path) if name == "sync" else None
+    segments.sync([first])
+    segments.sync([first])
+    assert syncs == [FIRST]
+    segments.sync([first, second])
+    assert syncs == [FIRST] * 2
+    segments.write(first, 0, memoryview(_data(4096, 3)))
+    segments.sync([first, second])
+    assert syncs == [FIRST] * 3
+
+
+def test_a_sync_that_fails_is_due_again() -> None:
+    disk = SimDisk()
+    segments = _segments(disk)
+    extent = _put(segments, _data(MIB))
+    disk.before_step = _failing("sync")
+    with pytest.raises(StorageFailed):
+        segments.sync([extent])
+    syncs: list[Path] = []
+    disk.before_step = lambda name, path: syncs.append(path) if name == "sync" else None
+    segments.sync([extent])
+    assert syncs == [FIRST]
+
+
+def test_a_sync_during_a_write_does_not_cover_it() -> None:
+    disk = SimDisk()
+    segments = _segments(disk)
+    extent = _put(segments, _data(MIB))
+    segments.sync([extent])
+    syncs: list[Path] = []
+
+    def sync_meanwhile(name: str, path: Path) -> None:
+        if name == "sync":
+            syncs.append(path)
+        if name == "pwritev" and not syncs:
+            segments.sync([extent])
+
+    disk.before_step = sync_meanwhile
+    segments.write(extent, 0, memoryview(_data(4096, 1)))
+    assert syncs == [FIRST]
+    segments.sync([extent])
+    assert syncs == [FIRST] * 2
+
+
+def test_freed_room_is_used_again_before_it_is_punched() -> None:
+    disk = SimDisk()
+    segments = _segments(disk)
+    extents = [_put(segments, _data(2 * MIB, n)) for n in range(7)]
+    for extent in extents:
+        segments.free(extent)
+    again = [_put(segments, _data(2 * MIB, n)) for n in range(7)]
+    assert [_get(segments, extent) for extent in again] == [_data(2 * MIB, n) for n in range(7)]
+    assert segments.stats()["punches"] == 0
+    assert disk.allocated_total() <= 16 * MIB

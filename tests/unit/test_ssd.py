@@ -181,6 +181,7 @@ def test_what_is_dropped_gives_its_room_back(tmp_path: Path) -> None:
         for row in list(tier.rows()):
             drop_blob(tier, row)
         assert tier.used_bytes == empty_bytes
+        tier.trim()
         assert _on_disk_bytes(tmp_path) <= empty_bytes
         catalogue_bytes = tier.stats()["catalogue_bytes"]
     assert _on_disk_bytes(tmp_path) <= catalogue_bytes + FILE_SYSTEM_BYTES
