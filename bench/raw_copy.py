@@ -10,7 +10,9 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
+from blobstore.bench.machine import memory_available_bytes
 from blobstore.bench.pairs import timed
+from blobstore.sizing import SCRATCH_BYTES_MAX
 from blobstore.tiering.arena import Arena
 
 Bytes = NDArray[np.uint8]
@@ -37,7 +39,10 @@ class SharedBuffers:
 
     def __init__(self, n: int, nbytes: int) -> None:
         stride = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
-        self._arena = Arena.create(n * stride)
+        spare_bytes = max(0, memory_available_bytes() - n * stride)
+        self._arena = Arena.create(
+            n * stride, scratch_bytes=min(spare_bytes // 2, SCRATCH_BYTES_MAX)
+        )
         self._arena.populate()
         self.views: list[Bytes] = [
             self._arena.array[start : start + nbytes] for start in range(0, n * stride, stride)

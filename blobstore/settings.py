@@ -21,7 +21,7 @@ _POSITIVE = (
     "max_leases_per_client",
     "max_clients",
 )
-_NOT_NEGATIVE = ("staging_bytes", "ssd_bytes", "lent_bytes_max")
+_NOT_NEGATIVE = ("staging_bytes", "ssd_bytes", "lent_bytes_max", "scratch_bytes")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,8 @@ class StoreSettings:
     """A directory for the arena's (unlinked) file, tmpfs for example; None: a memfd."""
     huge_pages: str = "off"
     """"off", "auto" (use them where offered) or "require"."""
+    scratch_bytes: int = 0
+    """Memory that may be taken for a moment while the arena is allocated."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

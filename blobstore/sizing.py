@@ -11,7 +11,7 @@ from blobstore.config import Config
 from blobstore.config_values import AUTO
 from blobstore.errors import NotEnough
 from blobstore.settings import StoreSettings
-from blobstore.units import MIB, format_size
+from blobstore.units import GIB, MIB, format_size
 
 DRAM_SHARE = 0.6
 """Of the memory that is free: the rest is for the workers that this daemon serves."""
@@ -19,6 +19,9 @@ SSD_SHARE = 0.5
 """Of the disk that is free, or taken by this store already."""
 SMALLEST_BYTES = 64 * MIB
 """Below this, `auto` refuses: a tier of a few blobs hides a machine that is too small."""
+
+SCRATCH_BYTES_MAX = 8 * GIB
+"""Zeroing it holds up the start by a second or two."""
 
 
 def settings_for(config: Config) -> StoreSettings:
@@ -42,6 +45,7 @@ def settings_for(config: Config) -> StoreSettings:
         max_clients=config.local.max_clients,
         arena_directory=config.dram.directory,
         huge_pages=config.dram.huge_pages,
+        scratch_bytes=min(max(memory.room_bytes - dram, 0) // 2, SCRATCH_BYTES_MAX),
     )
 
 

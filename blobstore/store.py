@@ -480,6 +480,7 @@ def _make_arena(settings: StoreSettings) -> Arena:
         settings.dram_bytes,
         directory=settings.arena_directory,
         huge_pages=settings.huge_pages,
+        scratch_bytes=settings.scratch_bytes,
     )
     try:
         arena.populate()

@@ -307,3 +307,41 @@ def test_asking_for_huge_pages_gives_a_sound_arena_either_way() -> None:
         assert arena.view[-1] == 7
         with pytest.raises(PermissionError):
             os.ftruncate(arena.fd, 0)
+
+
+def test_scratch_memory_is_given_back_and_never_more_than_granted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    taken: list[int] = []
+    fallocate = os.posix_fallocate
+
+    def watched(fd: int, offset: int, nbytes: int) -> None:
+        taken.append(nbytes)
+        fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", watched)
+    monkeypatch.setattr(arena_module, "_fragment_bytes", lambda: 1 << 40)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    with closing(Arena.create(2 * MIB, scratch_bytes=3 * MIB)) as arena:
+        assert taken == [3 * MIB, 2 * MIB]
+        assert _allocated_bytes(arena.fd) == 2 * MIB
+        assert len(os.listdir("/proc/self/fd")) == descriptors + 3  # its two, and the mapping's
+    taken.clear()
+    with closing(Arena.create(2 * MIB)):
+        assert taken == [2 * MIB]
+
+
+def test_scratch_memory_that_cannot_be_had_is_done_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fallocate = os.posix_fallocate
+
+    def refused(fd: int, offset: int, nbytes: int) -> None:
+        if nbytes == 3 * MIB:
+            raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+        fallocate(fd, offset, nbytes)
+
+    monkeypatch.setattr(os, "posix_fallocate", refused)
+    monkeypatch.setattr(arena_module, "_fragment_bytes", lambda: 3 * MIB)
+    with closing(Arena.create(2 * MIB, scratch_bytes=3 * MIB)) as arena:
+        assert _allocated_bytes(arena.fd) == 2 * MIB

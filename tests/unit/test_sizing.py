@@ -102,6 +102,7 @@ def test_settings_follow_the_configuration(tmp_path: Path) -> None:
     assert (settings.huge_pages, settings.reservation_ttl_s) == ("auto", 7.0)
     assert settings.staging_quota_bytes == 64 * MIB
     assert settings.lent_quota_bytes == 10 * MIB
+    assert settings.scratch_bytes == (8 * GIB - GIB) // 2
 
 
 def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
