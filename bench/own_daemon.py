@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import signal
 import socket
@@ -22,6 +23,7 @@ from typing import Self
 
 from blobstore.clients import Client
 from blobstore.errors import SetupError
+from blobstore.http.tokens import FILE_NAME as TOKEN_FILE
 
 READY_S = 60.0
 """A daemon that is not there by then has failed: large arenas take a second per few GiB."""
@@ -86,6 +88,23 @@ class OwnDaemon:
     def client(self, *, timeout_s: float = 60.0) -> Client:
         """A client of this daemon; the caller closes it."""
         return Client(self.address, timeout_s=timeout_s)
+
+    def http_client(self, *, timeout_s: float = 60.0) -> Client:
+        """A client over HTTP, for a daemon with `http.listen`; the caller closes it."""
+        return Client(self.http_address, timeout_s=timeout_s, token=self.http_token)
+
+    @property
+    def http_token(self) -> str:
+        """The token that the daemon made for its own tools."""
+        return (self.data / TOKEN_FILE).read_text().strip()
+
+    @property
+    def http_address(self) -> str:
+        """What an HTTP client connects to; SetupError without `http.listen`."""
+        address = self._announced_http()
+        if not address:
+            raise SetupError("the daemon announced no HTTP address: start it with http.listen")
+        return address
 
     def start(self) -> float:
         """Start the process and wait until clients can connect; the seconds that took."""
@@ -158,7 +177,14 @@ class OwnDaemon:
         }
         return inherited | own
 
+    def _announced_http(self) -> str:
+        said = self._log.read_text(errors="replace")
+        found = re.findall(r"^ready: (https?://\S+)$", said, re.MULTILINE)
+        return str(found[-1]) if found else ""
+
     def _answers(self) -> bool:
+        if self._options.get("http.listen") and not self._announced_http():
+            return False
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
             return probe.connect_ex(str(self._socket)) == 0
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from blobstore.index import Index, Record, Retention
+from blobstore.key_order import KeyOrder
 from blobstore.namespace import Namespace
 from blobstore.tiering.ssd import SsdTier
 
@@ -31,11 +32,13 @@ def adopt_rows(ssd: SsdTier, index: Index, wall_offset_s: float) -> None:
                 index.n_holes += 1
             else:
                 record.retention = _RETENTION[row.retention]
-                record.ssd = True if row.extent is None else row.extent
+                record.show_on_ssd(True if row.extent is None else row.extent)
             record.last_used = row.last_used_wall_s - wall_offset_s
             state.blobs[row.key] = record
             if row.parent:
                 children.append((record, row.parent))
+        for state in index.namespaces.values():
+            state.order = KeyOrder(state.blobs)
         for record, parent_key in children:
             record.parent = record.ns.blobs[parent_key]
             record.parent.adopt(record)

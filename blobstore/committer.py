@@ -124,7 +124,7 @@ class Committer:
         self._rewrites.discard(record)
         self._removals.append(_Removal(record.ns.id, record.key, record.ssd))
         self.leaving_bytes += _nbytes(record.ssd)
-        record.ssd = False
+        record.leave_ssd()
         self._wanted.set()
 
     def hollow(self, record: Record) -> None:
@@ -137,7 +137,8 @@ class Committer:
         self._rewrites.discard(record)
         self._hollows[record] = record.ssd
         self.leaving_bytes += _nbytes(record.ssd)
-        record.ssd, record.stub = False, True
+        record.leave_ssd()
+        record.stub = True
         self._wanted.set()
 
     def remove_stub(self, record: Record) -> None:

@@ -102,6 +102,29 @@ class LocalSection:
 
 
 @dataclass(frozen=True, slots=True)
+class HttpSection:
+    """The HTTP door; off unless it has an address."""
+
+    listen: Annotated[str, Key(values.host_port, 'HOST:PORT; "" is off')] = ""
+    tokens: Annotated[
+        Path | None, Key(values.optional_path, "TOML file of tokens beside <data>/http.token")
+    ] = None
+    hosts: Annotated[
+        tuple[str, ...], Key(values.names, "Host headers served beside the address and localhost")
+    ] = ()
+    tls_cert: Annotated[
+        Path | None, Key(values.optional_path, "PEM; needed where others can reach the address")
+    ] = None
+    tls_key: Annotated[
+        Path | None, Key(values.optional_path, 'PEM, without a passphrase; "": in tls_cert')
+    ] = None
+    max_connections: Annotated[int, Key(values.count, "open at a time")] = 4096
+    io_timeout_s: Annotated[
+        float, Key(values.duration, "a peer that takes longer for a piece of a body is cut off")
+    ] = 30.0
+
+
+@dataclass(frozen=True, slots=True)
 class TimesSection:
     """How long things may last."""
 
@@ -157,6 +180,7 @@ class Config:
     dram: DramSection = field(default_factory=DramSection)
     ssd: SsdSection = field(default_factory=SsdSection)
     local: LocalSection = field(default_factory=LocalSection)
+    http: HttpSection = field(default_factory=HttpSection)
     times: TimesSection = field(default_factory=TimesSection)
     log: LogSection = field(default_factory=LogSection)
     host: HostSection = field(default_factory=HostSection)

@@ -7,6 +7,7 @@ takes either, and raises InvalidRequest with an example or the bounds.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
@@ -17,6 +18,9 @@ from blobstore.units import parse_size
 AUTO: Literal["auto"] = "auto"
 SOCKET_PATH_MAX = 107
 """sun_path of Linux's sockaddr_un holds 108 bytes, the closing NUL among them."""
+
+PORT_MAX = 65535
+_HOST_PORT = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.%]+\]):[0-9]{1,5}")
 
 Size = int | Literal["auto"]
 
@@ -110,6 +114,24 @@ def user_ids(value: object) -> tuple[int, ...]:
     if any(uid < 0 for uid in uids):
         raise InvalidRequest(f"not a list of user ids: {value!r}")
     return uids
+
+
+def names(value: object) -> tuple[str, ...]:
+    """Names: a list, or text with commas."""
+    items = value.split(",") if isinstance(value, str) else value
+    if not isinstance(items, list | tuple) or not all(isinstance(item, str) for item in items):
+        raise InvalidRequest(f"not a list of names: {value!r}")
+    return tuple(item.strip() for item in items if item.strip())
+
+
+def host_port(value: object) -> str:
+    """`HOST:PORT` or `[IPV6]:PORT`; the empty string is none."""
+    text = value.strip() if isinstance(value, str) else None
+    if text is None or (text and not _HOST_PORT.fullmatch(text)):
+        raise InvalidRequest(f"not HOST:PORT: {value!r} (examples: 127.0.0.1:8470, [::1]:8470)")
+    if text and int(text.rpartition(":")[2]) > PORT_MAX:
+        raise InvalidRequest(f"not a port: {value!r} (0 to {PORT_MAX})")
+    return text
 
 
 def one_of(*names: str) -> Callable[[object], str]:

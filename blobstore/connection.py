@@ -11,12 +11,14 @@ import asyncio
 import itertools
 import logging
 import os
+import re
 from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
-from typing import Any, cast
+from typing import Any, cast, get_args
 
 import msgspec
 
+from blobstore import listing
 from blobstore import protocol as p
 from blobstore.drafts import Reservation
 from blobstore.errors import (
@@ -31,6 +33,7 @@ from blobstore.errors import (
 )
 from blobstore.holder import Granted, Holder
 from blobstore.index import Retention
+from blobstore.latencies import Latencies
 from blobstore.readers import Found
 from blobstore.store import Store
 from blobstore.transports import framing
@@ -47,6 +50,12 @@ _REST_BYTES = 1 << 16
 _WAITING = (p.Get, p.Wait, p.Reserve, p.Verify)
 """Ended with their connection. Seals are not: what a writer sealed is published."""
 
+_VERBS = {
+    kind: "_".join(re.findall(r"[A-Z][a-z]*", kind.__name__)).lower()
+    for kind in get_args(p.AnyRequest)
+}
+"""What requests are called in metrics."""
+
 NOT_A_MESSAGE = (msgspec.MsgspecError, RecursionError)
 """What decoding a body raises."""
 
@@ -60,7 +69,13 @@ log = logging.getLogger(__name__)
 class Connection(asyncio.Protocol):
     """Serves one client connection on behalf of `holder`."""
 
-    def __init__(self, store: Store, holder: Holder, on_lost: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        store: Store,
+        holder: Holder,
+        on_lost: Callable[[Connection], None],
+        latencies: Latencies | None = None,
+    ) -> None:
         self.holder = holder
         self.tasks: set[asyncio.Task[None]] = set()
         self.connection_id = next(_ids)
@@ -71,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._store = store
         self._boot_id = store.boot_id
         self._on_lost = on_lost
+        self._latencies = latencies
         self._waiting: set[asyncio.Task[None]] = set()
         self._draining = False
         self._frames = framing.FrameReader()
@@ -96,6 +112,8 @@ class Connection(asyncio.Protocol):
             p.Stats: self._stats,
             p.Verify: self._verify,
             p.Holding: self._holding,
+            p.Namespaces: self._namespaces,
+            p.List: self._list,
         }
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -172,6 +190,7 @@ class Connection(asyncio.Protocol):
             self.finish()
 
     def _serve(self, request_id: int, boot_id: int, request: p.Request) -> None:
+        started_s = self._latencies.clock() if self._latencies is not None else 0.0
         try:
             if boot_id != self._boot_id:
                 raise StaleBoot(
@@ -187,16 +206,35 @@ class Connection(asyncio.Protocol):
             answer = handler(request)
             if isinstance(answer, p.Reply):
                 self._send(request_id, answer)
+                self._note(request, started_s)
             else:
-                task = self._start(request_id, answer)
+                task = self._start(request_id, self._noted(request, started_s, answer))
                 if isinstance(request, _WAITING):
                     self._waiting.add(task)
                     task.add_done_callback(self._waiting.discard)
         except BlobStoreError as error:
             self._send(request_id, _failed(error))
+            self._note(request, started_s, error.code)
         except Exception:
             log.exception("a request of %s failed", self.holder.name)
             self._send(request_id, p.Failed("error", "internal error: see the daemon's log"))
+            self._note(request, started_s, BlobStoreError.code)
+
+    def _note(self, request: p.Request, started_s: float, error: str = "") -> None:
+        if self._latencies is not None:
+            self._latencies.note("local", _VERBS[type(request)], started_s, error)
+
+    async def _noted(
+        self, request: p.Request, started_s: float, answer: Coroutine[Any, Any, p.Reply]
+    ) -> p.Reply:
+        try:
+            reply = await answer
+        except Exception as error:
+            code = error.code if isinstance(error, BlobStoreError) else BlobStoreError.code
+            self._note(request, started_s, code)
+            raise
+        self._note(request, started_s)
+        return reply
 
     def _start(self, request_id: int, answer: Coroutine[Any, Any, p.Reply]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(self._finish(request_id, answer))
@@ -336,6 +374,15 @@ class Connection(asyncio.Protocol):
 
     async def _verify(self, m: p.Verify) -> p.Reply:
         return p.Report(await self._store.verify(_bounded(m.timeout_s)))
+
+    def _namespaces(self, m: p.Namespaces) -> Answer:
+        return p.Report(listing.page_of_namespaces(self._store.index, m.after, m.limit))
+
+    def _list(self, m: p.List) -> Answer:
+        state = self._store.state(m.namespace_id)
+        blobs, following = self._store.list_blobs(m.namespace_id, m.after, m.limit)
+        named = listing.namespace_facts(state) | {"encoding": state.namespace.encode()}
+        return p.Report({"namespace": named, "blobs": blobs, "next": following})
 
 
 def _bounded(seconds: float, most_s: float = TIMEOUT_MAX_S) -> float:

@@ -22,6 +22,7 @@ from enum import IntEnum
 
 from blobstore.errors import InvalidRequest, UnknownNamespace
 from blobstore.fill import Fill
+from blobstore.key_order import KeyOrder
 from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
 from blobstore.tiering.tier import Extent
@@ -166,8 +167,28 @@ class Record:
 
     def show_in_dram(self, extent: Extent) -> None:
         """Make the bytes at `extent` readable under this record."""
+        if not (self.packed or self.gone):
+            self.ns.dram_bytes += self.nbytes
         self.dram = extent
         self.packed = _pack_extent(extent.offset, self.nbytes)
+
+    def hide_in_dram(self) -> None:
+        """Undo `show_in_dram`; the extent stays until it is freed."""
+        if self.packed and not self.gone:
+            self.ns.dram_bytes -= self.nbytes
+        self.packed = b""
+
+    def show_on_ssd(self, place: Extent | bool) -> None:
+        """The bytes are on SSD, in an extent or (True) inside the catalogue."""
+        if self.ssd is False and not self.gone:
+            self.ns.ssd_bytes += self.nbytes
+        self.ssd = place
+
+    def leave_ssd(self) -> None:
+        """Undo `show_on_ssd`."""
+        if self.ssd is not False and not self.gone:
+            self.ns.ssd_bytes -= self.nbytes
+        self.ssd = False
 
     def extent_bytes(self) -> bytes:
         """Where the bytes are or will be in the arena, as sent to clients."""
@@ -184,7 +205,10 @@ class Record:
 class NamespaceState:
     """A declared namespace and its blobs by key."""
 
-    __slots__ = ("blobs", "drafts", "full_bytes", "id", "layout", "namespace")
+    __slots__ = (
+        "blobs", "drafts", "dram_bytes", "full_bytes", "id", "layout", "namespace", "order",
+        "ssd_bytes",
+    )  # fmt: skip
 
     def __init__(self, namespace: Namespace) -> None:
         self.id = namespace.id
@@ -193,6 +217,12 @@ class NamespaceState:
         self.full_bytes = namespace.layout.nbytes(namespace.tokens_per_blob)
         """Payload size of a blob that is not a tail."""
         self.blobs: dict[bytes, Record] = {}
+        self.order = KeyOrder()
+        """The keys of `blobs`."""
+        self.dram_bytes = 0
+        """Payloads of `blobs` that are readable in DRAM."""
+        self.ssd_bytes = 0
+        """Payloads of `blobs` that are on SSD."""
         self.drafts: dict[bytes, list[Record]] = {}
         """Blobs being written, by key: several writers may write one key at once."""
 
@@ -206,6 +236,8 @@ class Index:
 
     def __init__(self) -> None:
         self.namespaces: dict[bytes, NamespaceState] = {}
+        self.order = KeyOrder()
+        """The ids of `namespaces`."""
         self.n_holes = 0
         self.on_stub_gone: Callable[[Record], None] = lambda record: None
         """Called when a blob goes whose row on SSD is a stub."""
@@ -215,6 +247,7 @@ class Index:
         state = self.namespaces.get(namespace.id)
         if state is None:
             state = self.namespaces[namespace.id] = NamespaceState(namespace)
+            self.order.add(namespace.id)
         return state
 
     def namespace(self, namespace_id: bytes) -> NamespaceState:
@@ -242,6 +275,7 @@ class Index:
         assert record.key not in blobs
         assert record.parent is None or not record.parent.gone
         blobs[record.key] = record
+        record.ns.order.add(record.key)
         if record.parent is not None:
             record.parent.adopt(record)
 
@@ -253,7 +287,11 @@ class Index:
         assert not record.has_children
         node = record
         while True:
-            del node.ns.blobs[node.key]
+            state = node.ns
+            del state.blobs[node.key]
+            state.order.discard(node.key)
+            state.dram_bytes -= node.nbytes if node.packed else 0
+            state.ssd_bytes -= node.nbytes if node.ssd is not False else 0
             node.gone = True
             self.n_holes -= node.hole
             if node.stub:

@@ -21,6 +21,7 @@ from blobstore import protocol
 from blobstore.connection import NOT_A_MESSAGE, Connection
 from blobstore.errors import BlobStoreError, Busy, ProtocolError, SetupError
 from blobstore.holder import Holder
+from blobstore.latencies import Latencies
 from blobstore.store import Store
 from blobstore.transports import framing
 
@@ -45,8 +46,10 @@ class LocalDoor:
         *,
         uids: Iterable[int] = (),
         connections_max: int = 4096,
+        latencies: Latencies | None = None,
     ) -> None:
         self._store = store
+        self._latencies = latencies
         self._path = path
         self._allowed_uids = {0, os.getuid(), *uids}
         # Peer credentials decide who is served; the mode need only let those try.
@@ -137,7 +140,7 @@ class LocalDoor:
         except BaseException:  # cancelled
             peer.close()
             raise
-        connection = Connection(self._store, holder, self._lost)
+        connection = Connection(self._store, holder, self._lost, self._latencies)
         try:
             _send_arena(peer, self._store, request_id, connection.connection_id)
             await asyncio.get_running_loop().connect_accepted_socket(lambda: connection, peer)

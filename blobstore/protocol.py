@@ -291,6 +291,29 @@ class Holding(Request, tag=19):
     extents: list[Count]
 
 
+class Namespaces(Request, tag=20):
+    """Facts about the `limit` namespaces whose ids come after `after`, ascending.
+
+    Answered by Report: a list under "namespaces", and under "next" the `after` of the next
+    page, empty if this is the last.
+    """
+
+    after: bytes = b""
+    limit: Count = 1000
+
+
+class List(Request, tag=21):
+    """Facts about the `limit` blobs of a namespace whose keys come after `after`, ascending.
+
+    Answered by Report: the namespace's own facts under "namespace", with its canonical
+    encoding under "encoding"; a list under "blobs", and "next" as of Namespaces.
+    """
+
+    namespace_id: bytes
+    after: bytes = b""
+    limit: Count = 1000
+
+
 class Report(Reply, tag=17):
     """A tree of plain values."""
 
@@ -308,6 +331,7 @@ class Failed(Reply, tag=99):
 AnyRequest = (
     Hello | Ping | Declare | Match | Get | Wait | Release | Reserve | SealParts | Seal | Abort
     | Exists | Drop | Pin | Prefetch | Stat | Stats | Verify | Holding
+    | Namespaces | List
 )  # fmt: skip
 AnyReply = (
     Welcome | Pong | Declared | Matched | Leased | Waited | Done | Reserved | Sealed | Held

@@ -124,7 +124,7 @@ class Residency:
 
     def hide(self, record: Record) -> None:
         """Give the bytes in DRAM to nobody any more; those who have them keep them."""
-        record.packed = b""
+        record.hide_in_dram()
         self.departures += 1
         self.on_hidden(record)
 

@@ -16,6 +16,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from typing import Any
 
+from blobstore import listing
 from blobstore.adoption import adopt_rows
 from blobstore.counters import Counters
 from blobstore.drafts import Drafts
@@ -326,9 +327,28 @@ class Store:
         blobs = self._checked(namespace_id, keys, key_bytes).blobs
         now_s = self._clock()
         return [
-            _facts(record, now_s) if (record := blobs.get(key)) is not None else {}
+            listing.blob_facts(record, now_s) if (record := blobs.get(key)) is not None else {}
             for key in _split(keys, key_bytes)
         ]
+
+    def list_namespaces(
+        self, after: bytes = b"", limit: int = NAMESPACES_MAX
+    ) -> list[dict[str, Any]]:
+        """Facts about declared namespaces, by ascending id from the one after `after` on.
+
+        Costs 2 µs for each that is returned.
+        """
+        return listing.namespaces(self.index, after, limit)
+
+    def list_blobs(
+        self, namespace_id: bytes, after: bytes, limit: int
+    ) -> tuple[list[dict[str, Any]], bytes]:
+        """A page of facts as of `stat`, by ascending key from the one after `after` on.
+
+        With it comes the `after` of the next page, b"" if this is the last. `limit` is 1 to
+        1,000; a page costs 2 µs for each blob on it, however many are held.
+        """
+        return listing.blobs(self.state(namespace_id), after, limit, self._clock())
 
     async def verify(self, timeout_s: float) -> dict[str, Any]:
         """Read every blob back and check its digests; a report."""
@@ -492,23 +512,3 @@ def _make_arena(settings: StoreSettings) -> Arena:
 
 def _split(keys: bytes, key_bytes: int) -> list[bytes]:
     return [keys[start : start + key_bytes] for start in range(0, len(keys), key_bytes)]
-
-
-def _facts(record: Record, now_s: float) -> dict[str, Any]:
-    return {
-        "key": record.key.hex(),
-        "parent": record.parent.key.hex() if record.parent is not None else "",
-        "depth": record.depth,
-        "tokens": record.tokens,
-        "nbytes": record.nbytes,
-        "digest": record.digest.hex(),
-        "retention": record.retention.name.lower(),
-        "tiers": [
-            tier
-            for tier, there in (("dram", record.packed != b""), ("ssd", record.ssd is not False))
-            if there
-        ],
-        "pins": record.pins,
-        "dirty": record.dirty,
-        "idle_s": max(0.0, now_s - record.last_used),
-    }

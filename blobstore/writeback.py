@@ -187,7 +187,7 @@ class Writeback:
     def saved(self, item: Written) -> None:
         """As Outcomes.saved."""
         record = item.record
-        record.ssd = True if item.extent is None else item.extent
+        record.show_on_ssd(True if item.extent is None else item.extent)
         record.stub = False
         self._counters.saved_blobs += 1
         self._counters.saved_bytes += record.nbytes

@@ -172,6 +172,10 @@ class Writers:
             ]
             self.abort(holder, reservation_id, alive)
 
+    def prolong(self, reservation: Reservation) -> None:
+        """Its writer makes progress: it lasts as long again from now."""
+        reservation.expires_s = self._clock() + self._drafts.ttl_s
+
     def expire(self) -> None:
         """End reservations past their time; what they lent stays lent until handed back."""
         now_s = self._clock()

@@ -6,14 +6,15 @@ from collections.abc import Coroutine, Generator, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, TypeVar
 
-from blobstore.clients import operations, reading, writing
-from blobstore.clients.aio_runner import AioRunner
+from blobstore.clients import operations
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
 from blobstore.clients.lease import LeaseBase
 from blobstore.clients.steps import Call
 from blobstore.clients.sync import TIMEOUT_S
+from blobstore.clients.ways import LoopWay, for_loop
 from blobstore.clients.writer import WriterBase
+from blobstore.clients.writing import Terms
 from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.layout import Shard
@@ -28,8 +29,10 @@ class AsyncClient:
     in another loop it connects anew. A cancelled call gives back what it was lent.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._runner = AioRunner(address, timeout_s)
+    def __init__(
+        self, address: str, *, timeout_s: float = TIMEOUT_S, token: str = "", ca_file: str = ""
+    ) -> None:
+        self._runner = for_loop(address, timeout_s, token, ca_file)
 
     async def connect(self) -> Self:
         """Connect now, or raise Unavailable."""
@@ -79,7 +82,9 @@ class AsyncClient:
     ) -> Opening[AsyncLease]:
         """As Client.get: `async with kv.get(…) as lease`, or `lease = await kv.get(…)`."""
         call = self._runner.call(timeout_s)
-        operation = reading.get(call, AsyncLease, ns, Keys.of(keys), stream=stream, wait=wait)
+        operation = self._runner.reading.get(
+            call, AsyncLease, ns, Keys.of(keys), stream=stream, wait=wait
+        )
 
         async def lease() -> AsyncLease:
             got = await self._runner.run(operation, call)
@@ -99,7 +104,9 @@ class AsyncClient:
         """As Client.get_into; copies in a thread, which a cancelled call waits for."""
         call = self._runner.call(timeout_s)
         await self._runner.prepare(call)
-        operation = reading.get_into(call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max)
+        operation = self._runner.reading.get_into(
+            call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max
+        )
         return await self._runner.run(operation, call)
 
     def put(
@@ -116,8 +123,8 @@ class AsyncClient:
     ) -> Opening[AsyncWriter]:
         """As Client.put: `async with kv.put(…) as writer`."""
         call = self._runner.call(timeout_s)
-        terms = writing.Terms(parent, retention, hint, group)
-        operation = writing.reserve(call, AsyncWriter, ns, Keys.of(keys), terms)
+        terms = Terms(parent, retention, hint, group)
+        operation = self._runner.writing.reserve(call, AsyncWriter, ns, Keys.of(keys), terms)
 
         async def writer() -> AsyncWriter:
             made = await self._runner.run(operation, call)
@@ -141,9 +148,9 @@ class AsyncClient:
     ) -> list[str]:
         """As Client.put_from; copies in a thread, which a cancelled call waits for."""
         call = self._runner.call(timeout_s)
-        terms = writing.Terms(parent, retention, hint, group)
+        terms = Terms(parent, retention, hint, group)
         await self._runner.prepare(call)
-        operation = writing.put_from(
+        operation = self._runner.writing.put_from(
             call, ns, Keys.of(keys), buffers, terms, self._runner.lent_bytes_max
         )
         return await self._runner.run(operation, call)
@@ -213,7 +220,7 @@ class AsyncLease(LeaseBase):
 
     __slots__ = ("_runner",)
 
-    _runner: AioRunner
+    _runner: LoopWay
 
     async def wait(
         self, index: int, part: int | None = None, *, timeout_s: float | None = None
@@ -233,7 +240,7 @@ class AsyncLease(LeaseBase):
 class AsyncWriter(WriterBase):
     """Blobs being written; see WriterBase."""
 
-    _runner: AioRunner
+    _runner: LoopWay
     _timeout_s: float | None
 
     async def seal(self) -> None:

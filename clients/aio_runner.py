@@ -86,7 +86,7 @@ class AioRunner(Contact):
             call.posted.append(ticket)
             return ticket
         if isinstance(step, Work):
-            return await _in_thread(step.run)
+            return await in_thread(step.run)
         if isinstance(step, Ticket):
             call.posted.remove(step)
             return await _of(call).wait(step, call.remaining_s())
@@ -190,7 +190,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-async def _in_thread(function: Callable[[], Any]) -> Any:
+async def in_thread(function: Callable[[], Any]) -> Any:
     """The outcome of `function`, run in a thread.
 
     A cancelled task goes on only when the thread is done: until then it may still

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+from blobstore.clients import reading, writing
 from blobstore.clients.handshake import Greeted, socket_path
 from blobstore.clients.session import Session, continued
 from blobstore.clients.steps import Call
@@ -13,6 +14,9 @@ log = logging.getLogger("blobstore.clients")
 
 class Contact:
     """An address, and the session with the run of the daemon that was last found there."""
+
+    reading = reading
+    writing = writing
 
     def __init__(self, address: str, timeout_s: float) -> None:
         self._path = socket_path(address)

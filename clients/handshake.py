@@ -62,8 +62,8 @@ def socket_path(address: str) -> str:
     scheme, _, path = address.partition(":")
     if scheme != "unix" or not path:
         raise InvalidRequest(
-            f"not an address of a daemon on this machine: {address!r} (example: "
-            "unix:/run/blobstore.sock)"
+            f"not an address of a daemon: {address!r} (examples: unix:/run/blobstore.sock, "
+            "http://127.0.0.1:8080)"
         )
     path = path.removeprefix("//")
     if len(os.fsencode(path)) > _PATH_BYTES_MAX:

@@ -34,6 +34,7 @@ class LeaseBase(Sequence[memoryview]):
     `reason` says why it ends where it does ("" if all that was asked for is here), and
     `served` counts its blobs by the tier that they came from. While it streams, bytes
     are right once `wait` has returned True for them, and are refused before.
+    Over HTTP the blobs are `copies` in this process's memory, and nothing is held elsewhere.
     """
 
     __slots__ = (
@@ -52,6 +53,7 @@ class LeaseBase(Sequence[memoryview]):
         leased: Leased,
         *,
         stream: bool = False,
+        copies: memoryview = NOTHING,
     ) -> None:
         self.lease_id = leased.lease_id
         self.reason = leased.reason
@@ -59,7 +61,7 @@ class LeaseBase(Sequence[memoryview]):
         self._ns = ns
         self._keys = keys
         self._link = link
-        self._view = NOTHING
+        self._view = copies
         if leased.lease_id:
             assert link is not None
             self._view = link.session.hold(leased.lease_id, self)
@@ -165,6 +167,9 @@ class LeaseBase(Sequence[memoryview]):
         if readable is None or all((index, number) in readable for number in parts):
             return True
         start, end = self._span(index, part)
+        if self._link is None:  # copies, all of which are here
+            readable.update((index, number) for number in parts)
+            return True
         request = Wait(self.lease_id, index, start, end, call.daemon_timeout_s())
         try:
             waited = yield from ask(request, Waited)

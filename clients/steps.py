@@ -59,12 +59,15 @@ Operation = Generator[Step, Any, T]
 class Call:
     """One operation under way: its deadline, and the connection that it stays on."""
 
-    __slots__ = ("deadline_s", "link", "posted")
+    __slots__ = ("_answer_s", "deadline_s", "link", "posted")
 
-    def __init__(self, timeout_s: float, link: Link | None = None) -> None:
+    def __init__(
+        self, timeout_s: float, link: Link | None = None, *, answer_s: float = ANSWER_S
+    ) -> None:
         if not 0 <= timeout_s <= TIMEOUT_MAX_S:
             raise InvalidRequest(f"timeout_s is from 0 to {TIMEOUT_MAX_S} s, found {timeout_s}")
-        self.deadline_s = monotonic() + timeout_s + ANSWER_S
+        self.deadline_s = monotonic() + timeout_s + answer_s
+        self._answer_s = answer_s
         self.link = link
         self.posted: list[Ticket] = []
         """Requests whose replies the operation has not taken in yet."""
@@ -75,7 +78,7 @@ class Call:
 
     def daemon_timeout_s(self) -> float:
         """How long the daemon may take, so that its answer is here by the deadline."""
-        return max(self.deadline_s - ANSWER_S - monotonic(), 0.0)
+        return max(self.deadline_s - self._answer_s - monotonic(), 0.0)
 
 
 def ask(request: Request, expected: type[R]) -> Operation[R]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Self
 
-from blobstore.clients import operations, reading, writing
+from blobstore.clients import operations
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
 from blobstore.clients.lease import LeaseBase
-from blobstore.clients.runner import Runner
 from blobstore.clients.steps import Call
+from blobstore.clients.ways import ThreadsWay, for_threads
 from blobstore.clients.writer import WriterBase
+from blobstore.clients.writing import Terms
 from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.layout import Shard
@@ -21,7 +22,13 @@ TIMEOUT_S = 5.0
 
 
 class Client:
-    """A connection to the daemon on this machine, shared by all threads of this process.
+    """A connection to a daemon, shared by all threads of this process.
+
+    `unix:PATH` is the daemon on this machine, whose memory is read and written in place.
+    `http://HOST:PORT` and `https://HOST:PORT` are any machine's: they take the daemon's
+    `token` (and `ca_file`, if the system does not know who vouches for it), and copies
+    travel. Outcomes are the same, but for leases, which hold copies, writers, which
+    send when they are sealed, and ranks, which fill blobs together only in place.
 
     Connects now, or raises Unavailable. Later a fault of any kind (a deadline, a daemon
     that died or restarted, a full or failing tier) is a miss with a reason, never an
@@ -33,8 +40,10 @@ class Client:
     connects anew; leases and writers of the parent raise WrongProcess there.
     """
 
-    def __init__(self, address: str, *, timeout_s: float = TIMEOUT_S) -> None:
-        self._runner = Runner(address, timeout_s)
+    def __init__(
+        self, address: str, *, timeout_s: float = TIMEOUT_S, token: str = "", ca_file: str = ""
+    ) -> None:
+        self._runner = for_threads(address, timeout_s, token, ca_file)
 
     def __enter__(self) -> Self:
         return self
@@ -87,7 +96,9 @@ class Client:
         are being written count as held: best together with `stream`.
         """
         call = self._runner.call(timeout_s)
-        operation = reading.get(call, Lease, ns, Keys.of(keys), stream=stream, wait=wait)
+        operation = self._runner.reading.get(
+            call, Lease, ns, Keys.of(keys), stream=stream, wait=wait
+        )
         lease = self._runner.run(operation, call)
         lease._runner = self._runner
         return lease
@@ -107,7 +118,9 @@ class Client:
         the rank's parts. The chain may exceed the arena.
         """
         call = self._runner.call(timeout_s)
-        operation = reading.get_into(call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max)
+        operation = self._runner.reading.get_into(
+            call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max
+        )
         return self._runner.run(operation, call)
 
     def put(
@@ -131,8 +144,8 @@ class Client:
         `token_ids` are not stored by this version. Waits for room until the deadline.
         """
         call = self._runner.call(timeout_s)
-        terms = writing.Terms(parent, retention, hint, group)
-        operation = writing.reserve(call, Writer, ns, Keys.of(keys), terms)
+        terms = Terms(parent, retention, hint, group)
+        operation = self._runner.writing.reserve(call, Writer, ns, Keys.of(keys), terms)
         writer = self._runner.run(operation, call)
         writer._runner, writer._timeout_s = self._runner, timeout_s
         return writer
@@ -156,8 +169,8 @@ class Client:
         first blob that is refused, all are.
         """
         call = self._runner.call(timeout_s)
-        terms = writing.Terms(parent, retention, hint, group)
-        operation = writing.put_from(
+        terms = Terms(parent, retention, hint, group)
+        operation = self._runner.writing.put_from(
             call, ns, Keys.of(keys), buffers, terms, self._runner.lent_bytes_max
         )
         return self._runner.run(operation, call)
@@ -230,7 +243,7 @@ class Lease(LeaseBase):
 
     __slots__ = ("_runner",)
 
-    _runner: Runner
+    _runner: ThreadsWay
 
     def wait(self, index: int, part: int | None = None, *, timeout_s: float | None = None) -> bool:
         """Wait until part `part` of `parts(index)`, or all of them, may be read; whether so.
@@ -245,7 +258,7 @@ class Lease(LeaseBase):
 class Writer(WriterBase):
     """Blobs being written; see WriterBase."""
 
-    _runner: Runner
+    _runner: ThreadsWay
     _timeout_s: float | None
 
     def seal(self) -> None:

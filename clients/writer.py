@@ -7,7 +7,8 @@ held already, refused ones and those of a dead daemon get memory of this process
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -84,6 +85,8 @@ class WriterBase:
         self._ended = ""
         """Why it takes no more; empty while it is open."""
         self._foreign = False
+        self._send: Send | None = None
+        """Over HTTP, how the blobs travel when they are sealed."""
         self._unfinished: weakref.finalize[..., WriterBase] | None = None
         if link is not None and reserved.reservation_id:
             returns = link.session.returns
@@ -171,6 +174,8 @@ class WriterBase:
         if index in self._untouched():
             raise InvalidRequest(f"nothing was written to blob {index}: readers would get others'")
         numbers = [self._numbers[part] for part in parts]
+        if self._send is not None:
+            return False  # readers have them when they are sent
         try:
             yield from ask(SealParts(self._reservation_id, index, numbers), Done)
         except BlobStoreError as error:
@@ -182,9 +187,20 @@ class WriterBase:
         """Seal, unless it has ended: then `results` are final. A refused durable blob raises."""
         if self._ended and not self._foreign:
             return
-        yield from self._take_in_seal((yield from self._post_seal()))
+        if self._send is not None:
+            yield from self._send_all(self._send)
+        else:
+            yield from self._take_in_seal((yield from self._post_seal()))
         if self._durable:
             check_durable(self.results, self.reasons)
+
+    def _send_all(self, send: Send) -> Operation[None]:
+        """Seal a writer whose blobs are in this process's memory and go elsewhere."""
+        self._check_open()
+        # New views of the same memory: those that were given out end now.
+        payloads = {index: memoryview(view.obj) for index, view in self._views.items()}
+        self._end("the writer was sealed")
+        yield from send(self, payloads)
 
     def _post_seal(self) -> Operation[Ticket | None]:
         """Let the daemon seal, and go on; None if it cannot be asked, or need not be."""
@@ -223,7 +239,9 @@ class WriterBase:
             self._settle(answered=answered)
 
     def _untouched(self) -> list[int]:
-        """Numbers of lent extents in which others' bytes lie still."""
+        """Numbers of lent extents in which others' bytes lie still, or of blobs never touched."""
+        if self._send is not None:
+            return [index for index in range(len(self)) if index not in self._views]
         return [
             index
             for index, (offset, nbytes) in enumerate(self._extents)
@@ -253,7 +271,7 @@ class WriterBase:
     def _digests(self) -> list[bytes]:
         """Digests of what was written for keys that are held already."""
         return [
-            _digest(self._views[index]) if why == "exists" and index in self._views else b""
+            digest_of(self._views[index]) if why == "exists" and index in self._views else b""
             for index, why in enumerate(self.reasons)
         ]
 
@@ -272,6 +290,9 @@ class WriterBase:
             raise (WrongProcess if self._foreign else InvalidRequest)(self._ended)
 
 
+Send = Callable[[WriterBase, dict[int, memoryview]], Generator[Any, Any, None]]
+"""An operation that sends the payloads that were written, and sets results and reasons."""
+
 NO_PARTS = "no_parts"
 """Why a rank writes nothing: others hold the same bytes, and it is their turn."""
 
@@ -279,7 +300,8 @@ _BEFORE = {"": "", "exists": "exists", NO_PARTS: "partial"}
 """Results of an open writer."""
 
 
-def _digest(payload: memoryview) -> bytes:
+def digest_of(payload: memoryview) -> bytes:
+    """The payload digest."""
     return payload_digest(payload.nbytes, piece_digests(payload))
 
 

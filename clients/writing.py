@@ -38,15 +38,15 @@ def reserve(
     call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: Terms
 ) -> Operation[W]:
     """A writer for `keys`; after a fault, one that has nothing to write to but its own memory."""
-    numbers = _numbers(ns, terms)
-    _check_parent(keys, terms.parent)
+    numbers = parts_written(ns, terms)
+    check_parent(keys, terms.parent)
     if not keys or not numbers:
-        nothing = _nothing(len(keys), NO_PARTS)
+        nothing = nothing_lent(len(keys), NO_PARTS)
         return kind(ns, keys, numbers, terms.retention, None, nothing)
     try:
         reserved = yield from ask_in(ns, _request(call, ns, keys, numbers, terms), Reserved)
     except BlobStoreError as error:
-        nothing = _nothing(len(keys), reason(error))
+        nothing = nothing_lent(len(keys), reason(error))
         return kind(ns, keys, numbers, terms.retention, None, nothing)
     return kind(ns, keys, numbers, terms.retention, call.link, reserved)
 
@@ -59,7 +59,7 @@ def put_from(
     A window is copied while the one before it is digested. Raises if `terms` say
     durable and a blob is refused; those before it are stored.
     """
-    numbers = _numbers(ns, terms)
+    numbers = parts_written(ns, terms)
     share = Share(ns, keys, numbers)
     sources = buffers_for(buffers, share.sizes, writable=False)
     results: list[str] = []
@@ -70,7 +70,7 @@ def put_from(
         if window.start:
             terms = replace(terms, parent=keys[window.start - 1])
         writer = yield from reserve(call, WriterBase, ns, chunk, terms)
-        if sealing is not None and writer.reasons[0] == _ORPHAN:
+        if sealing is not None and writer.reasons[0] == ORPHAN:
             # The parent is being sealed; this daemon wants to see it first.
             writer.abort()
             yield from sealing.finish(results, reasons)
@@ -88,7 +88,7 @@ def put_from(
         yield from sealing.finish(results, reasons)
     missing = len(keys) - len(results)
     results += ["refused"] * missing
-    reasons += [_ORPHAN] * missing
+    reasons += [ORPHAN] * missing
     if terms.retention == DURABLE:
         check_durable(results, reasons)
     return results
@@ -108,7 +108,7 @@ class _Sealing:
         reasons += self.writer.reasons
 
 
-_ORPHAN = "orphan"
+ORPHAN = "orphan"
 """The daemon's reason: the blob that this one continues is not held."""
 
 
@@ -117,7 +117,7 @@ def _fill(writer: WriterBase, window: range, share: Share, sources: Sequence[Buf
         writer._fill(number, sources[index], share.runs(index))
 
 
-def _numbers(ns: BoundNamespace, terms: Terms) -> tuple[int, ...]:
+def parts_written(ns: BoundNamespace, terms: Terms) -> tuple[int, ...]:
     """The parts that are written: a rank's own only together with the others of its group."""
     numbers = ns.writes
     if terms.group is None and len(numbers) < ns.layout.n_parts:
@@ -128,7 +128,8 @@ def _numbers(ns: BoundNamespace, terms: Terms) -> tuple[int, ...]:
     return numbers
 
 
-def _check_parent(keys: Keys, parent: bytes | None) -> None:
+def check_parent(keys: Keys, parent: bytes | None) -> None:
+    """InvalidRequest unless `parent` can be what `keys` continue."""
     if parent is not None and (not isinstance(parent, bytes) or len(parent) != keys.key_bytes):
         raise InvalidRequest(f"parent is a key of {keys.key_bytes} bytes, found {parent!r}")
 
@@ -152,7 +153,8 @@ def _request(
     )
 
 
-def _nothing(n: int, why: str) -> Reserved:
+def nothing_lent(n: int, why: str) -> Reserved:
+    """For `n` blobs that are written to this process's memory."""
     return Reserved(0, _NO_EXTENT * n, [why] * n, 0.0)
 
 

@@ -15,7 +15,22 @@ import typer
 from typer.main import get_command
 
 from blobstore import __version__
-from blobstore.cli import config, doctor, serve, stat, stats, verify
+from blobstore.cli import (
+    completion,
+    config,
+    doctor,
+    get,
+    ls,
+    match,
+    pin,
+    put,
+    rm,
+    serve,
+    stat,
+    stats,
+    top,
+    verify,
+)
 from blobstore.cli.output import report, report_usage
 from blobstore.cli.plugins import CommandGroup
 
@@ -33,11 +48,20 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command("serve")(serve.serve)
+app.command("put")(put.put)
+app.command("get")(get.get)
+app.command("match")(match.match)
+app.command("ls")(ls.ls)
+app.command("rm")(rm.rm)
+app.command("pin")(pin.pin)
 app.command("stat")(stat.stat)
 app.command("stats")(stats.stats)
+app.command("top")(top.top)
 app.command("verify")(verify.verify)
 app.command("doctor")(doctor.doctor)
 app.add_typer(config.app, name="config")
+app.command("completion")(completion.completion)
+app.command("complete", hidden=True)(completion.complete)
 
 
 def _version(wanted: bool) -> None:

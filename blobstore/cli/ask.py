@@ -1,4 +1,4 @@
-"""One question to a running daemon.
+"""Questions to a running daemon.
 
 Not through the client: that maps the arena and turns faults into misses. A person at
 a terminal wants neither.
@@ -9,12 +9,20 @@ from __future__ import annotations
 import os
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
-from blobstore.errors import DeadlineExceeded, ProtocolError, Unavailable, from_code
+from blobstore.errors import (
+    BlobStoreError,
+    DeadlineExceeded,
+    ProtocolError,
+    Unavailable,
+    from_code,
+)
 from blobstore.protocol import VERSION, Failed, Hello, Reply, Request, Welcome, decode_reply, encode
 from blobstore.transports.framing import FrameReader, pack
 
@@ -25,14 +33,24 @@ _CHUNK_BYTES = 1 << 16
 
 def ask(path: Path, request: Request, expected: type[R], timeout_s: float) -> R:
     """The daemon's reply. Raises Unavailable, DeadlineExceeded, or what it answers instead."""
+    with reached(path, timeout_s) as daemon:
+        return daemon.ask(request, expected)
+
+
+@contextmanager
+def reached(path: Path, timeout_s: float) -> Iterator[Daemon]:
+    """The daemon at `path`, for several questions within `timeout_s` altogether.
+
+    Raises as `ask` does. Nothing else that may raise OSError belongs into the block.
+    """
     deadline_s = time.monotonic() + timeout_s
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as peer:
-        exchange = _Exchange(peer, path, deadline_s)
+        daemon = Daemon(peer, path, deadline_s)
         try:
-            exchange.wait_no_longer()
-            peer.connect(os.fspath(path))
-            welcome = exchange.of(Hello(VERSION, "blobstore"), Welcome, boot_id=0)
-            return exchange.of(request, expected, boot_id=welcome.boot_id)
+            daemon.greet()
+            yield daemon
+        except BlobStoreError:  # some of which are OSErrors
+            raise
         except TimeoutError:
             raise DeadlineExceeded(
                 f"the daemon at {path} did not answer within {timeout_s:g} s: try a longer "
@@ -45,7 +63,7 @@ def ask(path: Path, request: Request, expected: type[R], timeout_s: float) -> R:
             ) from None
 
 
-class _Exchange:
+class Daemon:
     """Requests and replies in turn, up to a deadline."""
 
     def __init__(self, peer: socket.socket, path: Path, deadline_s: float) -> None:
@@ -53,24 +71,35 @@ class _Exchange:
         self._path = path
         self._deadline_s = deadline_s
         self._frames = FrameReader()
+        self._boot_id = 0
+        self.lent_bytes_max = 0
+        """What one process may have on loan for writing."""
 
-    def wait_no_longer(self) -> None:
-        remaining_s = self._deadline_s - time.monotonic()
-        if remaining_s <= 0:
-            raise TimeoutError
-        self._peer.settimeout(remaining_s)
+    def greet(self) -> None:
+        """Connect, and learn the daemon's terms."""
+        self._wait_no_longer()
+        self._peer.connect(os.fspath(self._path))
+        welcome = self.ask(Hello(VERSION, "blobstore"), Welcome)
+        self._boot_id, self.lent_bytes_max = welcome.boot_id, welcome.lent_bytes_max
 
-    def of(self, request: Request, expected: type[R], *, boot_id: int) -> R:
-        self.wait_no_longer()
-        self._peer.sendall(pack(1, boot_id, encode(request)))
+    def ask(self, request: Request, expected: type[R]) -> R:
+        """The reply to `request`. Raises what the daemon answers instead."""
+        self._wait_no_longer()
+        self._peer.sendall(pack(1, self._boot_id, encode(request)))
         while True:
-            self.wait_no_longer()
+            self._wait_no_longer()
             # A plain recv: the arena's descriptors that come with a Welcome are not taken.
             data = self._peer.recv(_CHUNK_BYTES)
             if not data:
                 raise ConnectionResetError("it hung up")
             for _, _, body in self._frames.feed(data):
                 return self._checked(body, expected)
+
+    def _wait_no_longer(self) -> None:
+        remaining_s = self._deadline_s - time.monotonic()
+        if remaining_s <= 0:
+            raise TimeoutError
+        self._peer.settimeout(remaining_s)
 
     def _checked(self, body: memoryview, expected: type[R]) -> R:
         try:

@@ -13,10 +13,11 @@ import typer
 from rich.text import Text
 
 from blobstore import host
-from blobstore.cli.options import ConfigFile, DataDir, Dram, Json, Socket, Ssd, configured
+from blobstore.cli.options import ConfigFile, DataDir, Dram, Http, Json, Socket, Ssd, configured
 from blobstore.cli.output import console, print_json, print_table
 from blobstore.config import Config
 from blobstore.errors import BlobStoreError
+from blobstore.http import listen, tokens
 from blobstore.sizing import dram_bytes, settings_for, ssd_bytes
 from blobstore.units import format_size
 
@@ -46,6 +47,7 @@ class Finding:
 def doctor(
     data: DataDir = None,
     socket: Socket = None,
+    http: Http = None,
     dram: Dram = None,
     ssd: Ssd = None,
     config: ConfigFile = None,
@@ -55,7 +57,7 @@ def doctor(
 
     Takes the options of `serve`; exits 1 if a daemon with them would not start.
     """
-    tree = configured(config, data=data, socket=socket, dram=dram, ssd=ssd)
+    tree = configured(config, data=data, socket=socket, http=http, dram=dram, ssd=ssd)
     findings = list(examine(tree))
     stopped = [finding for finding in findings if finding.verdict is Verdict.STOP]
     if as_json:
@@ -75,6 +77,8 @@ def examine(config: Config) -> Iterator[Finding]:
     yield _huge_pages(config)
     yield from _disks(config)
     yield _socket(config.local.socket)
+    if config.http.listen:
+        yield _http(config)
     yield _descriptors(config)
     yield _gpu(config)
     yield _ucx(config)
@@ -191,9 +195,25 @@ def _socket(path: Path) -> Finding:
     return Finding("socket", Verdict.OK, found, str(path))
 
 
+def _http(config: Config) -> Finding:
+    """Whether the door could be opened; its port is not taken, a daemon may serve there."""
+    http = config.http
+    try:
+        tokens.check(config.store.data, http.tokens)
+        tls = listen.tls_context(http.tls_cert, http.tls_key) is not None
+        places = listen.resolved(listen.split_address(http.listen), tls=tls)
+    except BlobStoreError as error:
+        return Finding("http", Verdict.STOP, http.listen, "nothing", str(error))
+    scheme = "https" if tls else "http"
+    found = ", ".join(sorted({str(place[0]) for _, place in places}))
+    return Finding("http", Verdict.OK, found, f"{scheme}://{http.listen}")
+
+
 def _descriptors(config: Config) -> Finding:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     clients, connections = config.local.max_clients, config.local.max_connections
+    if config.http.listen:
+        connections += config.http.max_connections
     needed = clients + connections + DESCRIPTORS_SPARE
     found = "unlimited" if hard == resource.RLIM_INFINITY else str(hard)
     used = f"up to {needed}: {clients} clients, {connections} connections, files"

@@ -19,6 +19,9 @@ DataDir = Annotated[
 Socket = Annotated[
     str | None, typer.Option("--socket", metavar="PATH", help="The daemon's Unix socket.")
 ]
+Http = Annotated[
+    str | None, typer.Option("--http", metavar="HOST:PORT", help="Serve HTTP there; off without.")
+]
 Dram = Annotated[
     str | None, typer.Option("--dram", metavar="SIZE", help="Shared memory: 4GiB, or auto.")
 ]
@@ -38,7 +41,14 @@ def configured(
     socket: str | None = None,
     dram: str | None = None,
     ssd: str | None = None,
+    http: str | None = None,
 ) -> Config:
     """The effective configuration under these options."""
-    flags = {"store.data": data, "local.socket": socket, "dram.size": dram, "ssd.size": ssd}
+    flags = {
+        "store.data": data,
+        "local.socket": socket,
+        "http.listen": http,
+        "dram.size": dram,
+        "ssd.size": ssd,
+    }
     return load(file, flags=flags)

@@ -33,20 +33,30 @@ def _plain(value: Any) -> object:
     return value.hex() if isinstance(value, bytes) else str(value)
 
 
-def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str | Text]]) -> None:
-    """A table without lines; a column whose name starts with ">" is for numbers."""
-    made = Table(box=None, pad_edge=False)
+def print_table(
+    title: str,
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str | Text]],
+    *,
+    whole: bool = False,
+) -> None:
+    """A table without lines; a column whose name starts with ">" is for numbers.
+
+    With `whole` no cell is broken to fit the terminal, so that ids can be copied; without
+    any name of a column there is no head.
+    """
+    made = Table(box=None, pad_edge=False, show_header=any(columns))
     for number, column in enumerate(columns):
         made.add_column(
             column.removeprefix(">"),
             justify="right" if column.startswith(">") else "left",
             header_style="dim",
             overflow="fold",
-            no_wrap=number == 0,
+            no_wrap=whole or number == 0,
         )
     for row in rows:
         made.add_row(*(cell if isinstance(cell, Text) else Text(cell) for cell in row))
-    out = console()
+    out = Console(file=sys.stdout, width=PIPE_WIDTH, highlight=False) if whole else console()
     if title:  # not the table's own: that one is broken at the table's width
         out.print(Text(title, "bold"))
     out.print(made)

@@ -5,23 +5,25 @@ from __future__ import annotations
 import logging
 import sys
 
-from blobstore.cli.options import ConfigFile, DataDir, Dram, Socket, Ssd, configured
+from blobstore.cli.options import ConfigFile, DataDir, Dram, Http, Socket, Ssd, configured
 
 
 def serve(
     data: DataDir = None,
     socket: Socket = None,
+    http: Http = None,
     dram: Dram = None,
     ssd: Ssd = None,
     config: ConfigFile = None,
 ) -> None:
     """Run the daemon until SIGTERM or SIGINT.
 
-    Once clients may connect, it says "ready: unix:PATH" on standard error.
+    Once clients may connect, it says "ready: unix:PATH" on standard error, and with
+    --http before that "ready: http://HOST:PORT".
     """
     from blobstore.daemon import run  # here: other commands need none of its libraries
 
-    tree = configured(config, data=data, socket=socket, dram=dram, ssd=ssd)
+    tree = configured(config, data=data, socket=socket, http=http, dram=dram, ssd=ssd)
     logging.basicConfig(
         level=tree.log.level.upper(),
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,7 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from blobstore.cli.ask import ask
+from blobstore.cli.ask import ask, reached
+from blobstore.cli.naming import Chain, Model, Name, Revision, named
 from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, configured
 from blobstore.cli.output import console, duration, print_json, print_table
 from blobstore.errors import InvalidRequest
@@ -18,42 +18,54 @@ from blobstore.protocol import Report, Stat, Stats
 from blobstore.units import format_size
 
 BAR_WIDTH = 20
-ID_BYTES = 32
-KEY_BYTES = (8, 64)
+
+WORRIES = {
+    "corrupt": "corrupt copies put aside",
+    "ssd_errors": "refused by the disk",
+    "unsaved": "blobs could not be written to disk",
+    "lost_unsaved": "of those were lost",
+}
+"""Counters that should stay 0, and what they count."""
 
 
 def stat(
-    namespace: Annotated[
-        str | None, typer.Argument(help="A namespace id, in hex.", show_default=False)
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="NAMESPACE KEY",
+            help="A namespace id in hex, or its first 8 or more digits (not with --model), and "
+            "the key of one of its blobs in hex.",
+            show_default=False,
+        ),
     ] = None,
-    key: Annotated[
-        str | None, typer.Argument(help="The key of one of its blobs, in hex.", show_default=False)
-    ] = None,
+    model: Model = None,
+    revision: Revision = None,
     socket: Socket = None,
     config: ConfigFile = None,
     timeout_s: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Show the daemon at a glance or, with NAMESPACE and KEY, one blob (exits 1 if unknown)."""
-    if namespace is None:
-        _daemon(socket, config, timeout_s, as_json)
-    elif key is None:
-        raise InvalidRequest("NAMESPACE alone names no blob: give its KEY too")
-    else:
-        wanted = (_hex("NAMESPACE", namespace, ID_BYTES, ID_BYTES), _hex("KEY", key, *KEY_BYTES))
-        _blob(wanted, socket, config, timeout_s, as_json)
+    """Show the daemon at a glance or, with NAMESPACE and KEY, one blob (exits 1 if unknown).
 
-
-def _hex(name: str, text: str, least: int, most: int) -> bytes:
-    """`text` as bytes; upper case is taken as lower."""
-    if not re.fullmatch(r"([0-9a-fA-F]{2})*", text) or not least <= len(text) // 2 <= most:
-        size = f"{2 * least}" if least == most else f"{2 * least} to {2 * most}"
-        raise InvalidRequest(f"{name} must be {size} hex digits, found {text[:140]!r}")
-    return bytes.fromhex(text)
-
-
-def _daemon(socket: str | None, config: Path | None, timeout_s: float, as_json: bool) -> None:
+    \b
+    Examples:
+      blobstore stat
+      blobstore stat 3f2a9c1b 9c0d51...
+      blobstore stat --model llama 9c0d51... --json
+    """
     path = configured(config, socket=socket).local.socket
+    if not words and model is None and revision is None:
+        _daemon(path, timeout_s, as_json)
+        return
+    if len(words or ()) + (model is not None) < 2:
+        raise InvalidRequest("NAMESPACE alone names no blob: give its KEY too")
+    name, keys = named(words or (), model, revision)
+    if keys.n != 1:
+        raise InvalidRequest(f"{keys.n} keys: stat takes one at a time")
+    _blob(name, keys, path, timeout_s, as_json)
+
+
+def _daemon(path: Path, timeout_s: float, as_json: bool) -> None:
     body = ask(path, Stats(), Report, timeout_s).body
     if as_json:
         print_json(body)
@@ -61,13 +73,14 @@ def _daemon(socket: str | None, config: Path | None, timeout_s: float, as_json: 
     out = console()
     out.print(Text.assemble((f"unix:{path}", "bold"), f"  up {duration(body['uptime_s'])}"))
     out.print()
-    print_table("", ("tier", "", ">used", ">of", ">", "beside"), _tiers(body))
+    print_table("", ("tier", "", ">used", ">of", ">", "beside"), tier_rows(body))
     out.print()
     for label, text in _lines(body):
         out.print(Text.assemble((f"{label:<9}", "red" if label == "faults" else "dim"), text))
 
 
-def _tiers(body: Mapping[str, Any]) -> list[tuple[str | Text, ...]]:
+def tier_rows(body: Mapping[str, Any]) -> list[tuple[str | Text, ...]]:
+    """For each tier its name, a bar, what is used of what, and what beside."""
     rows: list[tuple[str | Text, ...]] = []
     for name, tier in body["tiers"].items():
         used, capacity = tier["used_bytes"], tier["capacity_bytes"]
@@ -112,13 +125,7 @@ def _lines(body: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("hits", f"{_by(hits)}; missed {missed:,}"),
         ("puts", _by(puts)),
     ]
-    worries = {
-        "corrupt": "corrupt copies put aside",
-        "ssd_errors": "refused by the disk",
-        "unsaved": "blobs could not be written to disk",
-        "lost_unsaved": "of those were lost",
-    }
-    found = [f"{counters[name]:,} {text}" for name, text in worries.items() if counters[name]]
+    found = [f"{counters[name]:,} {text}" for name, text in WORRIES.items() if counters[name]]
     if found:
         lines.append(("faults", ", ".join(found)))
     return lines
@@ -128,16 +135,10 @@ def _by(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {count:,}" for name, count in counts.items()) or "none yet"
 
 
-def _blob(
-    wanted: tuple[bytes, bytes],
-    socket: str | None,
-    config: Path | None,
-    timeout_s: float,
-    as_json: bool,
-) -> None:
-    path = configured(config, socket=socket).local.socket
-    namespace_id, key = wanted
-    report = ask(path, Stat(namespace_id, key, len(key)), Report, timeout_s)
+def _blob(name: Name, keys: Chain, path: Path, timeout_s: float, as_json: bool) -> None:
+    with reached(path, timeout_s) as daemon:
+        wanted = Stat(name.find(daemon, keys), keys.packed, keys.key_bytes)
+        report = daemon.ask(wanted, Report)
     (facts,) = report.body["blobs"]
     if as_json:
         print_json(facts)

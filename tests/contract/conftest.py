@@ -1,4 +1,8 @@
-"""One daemon for all tests of the clients' contract; a client of each kind for every test."""
+"""One daemon for all tests of the clients' contract; a client of each kind for every test.
+
+Over HTTP as well, but for tests that are marked `in_place`: they are of what only a
+client on the daemon's machine has, memory that it shares.
+"""
 
 from __future__ import annotations
 
@@ -9,17 +13,37 @@ import pytest
 
 from blobstore.clients import Client
 from blobstore.units import format_size
-from tests.support.both_clients import KINDS, connect
+from tests.support.both_clients import HTTP_KINDS, KINDS, reach
 from tests.support.contract import DRAM_BYTES, holds_nothing
 from tests.support.daemon import Daemon, daemon
 from tests.support.polling import poll_until
+
+_OVER_HTTP = ("kv", "lonely")
+"""Fixtures that are clients of any kind."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the mark known."""
+    config.addinivalue_line("markers", "in_place: of memory that is shared with the daemon")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test with all kinds of clients that it is about."""
+    if "kind" not in metafunc.fixturenames:
+        return
+    kinds: tuple[str, ...] = KINDS
+    in_place = metafunc.definition.get_closest_marker("in_place") is not None
+    if not in_place and any(name in metafunc.fixturenames for name in _OVER_HTTP):
+        kinds += HTTP_KINDS
+    metafunc.parametrize("kind", kinds, indirect=True)
 
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """A daemon with both tiers. What tests put stays: each uses namespaces of its own."""
     home = tmp_path_factory.mktemp("contract")
-    with daemon(home, "--dram", format_size(DRAM_BYTES), "--ssd", "512MiB") as run:
+    options = ("--dram", format_size(DRAM_BYTES), "--ssd", "512MiB", "--http", "127.0.0.1:0")
+    with daemon(home, *options) as run:
         yield run
 
 
@@ -31,7 +55,7 @@ def other(shared: Daemon) -> Iterator[Client]:
         poll_until(lambda: holds_nothing(other), 10.0, "all that the test held is back")
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture
 def kind(request: pytest.FixtureRequest) -> str:
     """Of client."""
     chosen: str = request.param
@@ -41,7 +65,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture
 def kv(kind: str, shared: Daemon, other: Client) -> Iterator[Any]:
     """The client that is tested."""
-    with connect(kind, shared.address, timeout_s=20.0) as kv:
+    with reach(kind, shared, timeout_s=20.0) as kv:
         yield kv
 
 

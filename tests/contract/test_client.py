@@ -480,6 +480,7 @@ class TestKeeping:
 
 
 class TestReports:
+    @pytest.mark.in_place
     def test_stat_tells_what_a_blob_is(
         self, kv: Any, ns: BoundNamespace, namespace: Namespace, keys: Keys
     ) -> None:
@@ -494,6 +495,7 @@ class TestReports:
             assert kv.stat(ns, keys[1:2])[0]["pins"] == 1
         assert kv.stat(ns, keys[1:2])[0]["pins"] == 0
 
+    @pytest.mark.in_place
     def test_stats_count_what_was_done(
         self, kv: Any, ns: BoundNamespace, namespace: Namespace, keys: Keys
     ) -> None:

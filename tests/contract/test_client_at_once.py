@@ -11,11 +11,13 @@ from inspect import isawaitable
 from typing import Any
 
 import numpy as np
+import pytest
 
 from blobstore.clients import AsyncClient, BoundNamespace, Client, Keys, Namespace
 from blobstore.units import KIB
 from tests.support.blobs import chain, opaque, payload_of, payloads_of
 from tests.support.daemon import Daemon
+from tests.support.http_daemon import HttpDaemon
 
 NBYTES = 80 * KIB
 LENGTH = 5
@@ -170,15 +172,32 @@ def agents(kv: Any, model: str, n: int, turns: int) -> Iterable[Steps]:
     return (Agent(kv, opaque(NBYTES, model), seed).live(turns) for seed in range(n))
 
 
-def test_eight_threads_on_one_client(shared: Daemon, other: Client, model: str) -> None:
-    with Client(shared.address, timeout_s=20.0) as kv, ThreadPoolExecutor(8) as pool:
+WAYS = ("socket", "http")
+
+
+def address(way: str, run: Daemon) -> tuple[str, str]:
+    """Of the daemon, and the token that goes with it."""
+    if way == "socket":
+        return run.address, ""
+    door = HttpDaemon(run)
+    return door.url, door.token
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_eight_threads_on_one_client(shared: Daemon, other: Client, model: str, way: str) -> None:
+    where, token = address(way, shared)
+    with Client(where, timeout_s=20.0, token=token) as kv, ThreadPoolExecutor(8) as pool:
         for done in [pool.submit(run, agent) for agent in agents(kv, model, 8, turns=150)]:
             done.result()
     assert other.verify(timeout_s=60.0)["corrupt"] == []
 
 
-async def test_fifty_tasks_on_one_client(shared: Daemon, other: Client, model: str) -> None:
-    async with AsyncClient(shared.address, timeout_s=20.0) as kv:
+@pytest.mark.parametrize("way", WAYS)
+async def test_fifty_tasks_on_one_client(
+    shared: Daemon, other: Client, model: str, way: str
+) -> None:
+    where, token = address(way, shared)
+    async with AsyncClient(where, timeout_s=20.0, token=token) as kv:
         await asyncio.gather(*(run_async(agent) for agent in agents(kv, model, 50, turns=25)))
     assert other.verify(timeout_s=60.0)["corrupt"] == []
 

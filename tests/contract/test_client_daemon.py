@@ -24,7 +24,7 @@ from blobstore.clients import (
 from blobstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from blobstore.units import KIB
 from tests.support.blobs import chain, count_right, opaque, payload_of, payloads_of, put
-from tests.support.both_clients import connect
+from tests.support.both_clients import connect, reach
 from tests.support.contract import holds_nothing
 from tests.support.daemon import Daemon, daemon
 from tests.support.polling import poll_until, wait_s
@@ -109,7 +109,7 @@ def assert_all_miss(kv: Any, ns: BoundNamespace, keys: Keys) -> None:
 def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     """Without SSD, and impatient."""
     environ = {"BLOBSTORE__TIMES__RESERVATION_S": str(RESERVATION_S)}
-    options = ("--dram", "16MiB", "--ssd", "off")
+    options = ("--dram", "16MiB", "--ssd", "off", "--http", "127.0.0.1:0")
     with daemon(tmp_path_factory.mktemp("bare"), *options, environ=environ) as run:
         yield run
 
@@ -117,7 +117,7 @@ def bare(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 @pytest.fixture
 def lonely(kind: str, bare: Daemon) -> Iterator[Any]:
     """A client of the daemon without SSD."""
-    with connect(kind, bare.address, timeout_s=20.0) as kv:
+    with reach(kind, bare, timeout_s=20.0) as kv:
         yield kv
 
 
@@ -133,7 +133,7 @@ class TestWithoutSsd:
         assert writer.results == ["refused"] * N
         with pytest.raises(InvalidRequest, match="no SSD tier"):
             put(lonely, namespace, keys, "durable")
-        assert put(lonely, namespace, keys) in (["stored"] * N, ["exists"] * N)
+        assert set(put(lonely, namespace, keys)) <= {"stored", "exists"}, "some may be held"
         assert count_right(lonely, namespace, keys) == N
 
     def test_blobs_live_in_dram_alone(self, lonely: Any, model: str) -> None:
@@ -150,6 +150,7 @@ class TestWithoutSsd:
         assert lonely.match(ns, keys).blobs == 0
 
 
+@pytest.mark.in_place
 class TestImpatientDaemons:
     def test_a_put_that_takes_too_long_expires(self, lonely: Any, model: str) -> None:
         namespace = opaque(NBYTES, model)

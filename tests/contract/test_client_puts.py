@@ -132,6 +132,7 @@ class TestResults:
             kv.put_from(ns, key, [bytes(DRAM_BYTES * 3 // 4)], retention="durable")
         assert kv.exists(ns, key) == [False]
 
+    @pytest.mark.in_place
     def test_a_client_cannot_borrow_more_than_its_share(
         self, kv: Any, model: str, other: Client
     ) -> None:
@@ -213,6 +214,7 @@ class TestTheWriter:
         assert (stats["reservations"], stats["lent_bytes"]) == (0, 0)
         assert kv.put_from(ns, keys, contents) == ["stored"] * N
 
+    @pytest.mark.in_place
     def test_an_exception_after_all_was_written_leaves_nothing_either(
         self, kv: Any, ns: BoundNamespace, keys: Keys, contents: list[bytes], other: Client
     ) -> None:
@@ -251,6 +253,7 @@ class TestTheWriter:
             view[0] = 1
         assert right(kv, ns, keys, contents)
 
+    @pytest.mark.in_place
     def test_an_array_that_outlives_it_writes_to_nobodys_blob(
         self, kv: Any, ns: BoundNamespace, keys: Keys, contents: list[bytes], other: Client
     ) -> None:
@@ -372,6 +375,7 @@ class TestChains:
         assert (end.results, end.reasons) == (["refused"] * 4, ["orphan"] * 4)
         assert kv.exists(ns, keys) == [False] * N
 
+    @pytest.mark.in_place
     def test_a_parent_is_kept_while_it_is_continued(
         self, kv: Any, ns: BoundNamespace, keys: Keys, contents: list[bytes], other: Client
     ) -> None:
@@ -438,6 +442,7 @@ class TestRetention:
         for blob in kv.stat(ns, keys):
             assert (blob["retention"], blob["tiers"]) == ("durable", ["dram", "ssd"])
 
+    @pytest.mark.in_place
     def test_a_durable_blob_cannot_continue_a_volatile_one(
         self, kv: Any, ns: BoundNamespace, keys: Keys, contents: list[bytes]
     ) -> None:

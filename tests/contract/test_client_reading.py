@@ -88,6 +88,7 @@ class TestLease:
         with kv.get(ns, keys) as lease:
             assert_bytes(lease, keys)
 
+    @pytest.mark.in_place
     def test_two_leases_show_the_same_memory(self, kv: Any, ns: BoundNamespace, keys: Keys) -> None:
         with kv.get(ns, keys) as one, kv.get(ns, keys[:3]) as two:
             for i in range(3):
@@ -116,6 +117,7 @@ class TestLease:
         with kv.get(ns, keys) as lease:
             assert lease.served == {"dram": N}
 
+    @pytest.mark.in_place
     def test_one_that_must_not_wait_has_what_is_there(
         self, kv: Any, ns: BoundNamespace, keys: Keys
     ) -> None:
@@ -132,6 +134,7 @@ class TestLease:
 
 
 class TestItsEnd:
+    @pytest.mark.in_place
     def test_a_view_outlives_the_block(
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
     ) -> None:
@@ -149,6 +152,7 @@ class TestItsEnd:
         with pytest.raises(InvalidRequest, match="released"):
             lease[0]
 
+    @pytest.mark.in_place
     def test_an_idle_client_gives_back_what_it_let_go_of(
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
     ) -> None:
@@ -157,6 +161,7 @@ class TestItsEnd:
         del view
         poll_until(lambda: count_leases(other) == 0, 5.0, "the lease has ended")
 
+    @pytest.mark.in_place
     def test_it_may_be_released_twice_and_others_stay(
         self, kv: Any, ns: BoundNamespace, keys: Keys, other: Client
     ) -> None:
@@ -195,6 +200,7 @@ class TestItsEnd:
         assert count_leases(other) == 0
         flood(other)
 
+    @pytest.mark.in_place
     def test_what_is_leased_stays_under_a_flood_and_what_was_matched_need_not(
         self, kv: Any, ns: BoundNamespace, namespace: Namespace, other: Client
     ) -> None:
@@ -210,6 +216,7 @@ class TestItsEnd:
         with kv.get(ns, matched) as late:
             assert (len(late), late.reason) == (0, "absent")
 
+    @pytest.mark.in_place
     def test_a_full_arena_of_leases_refuses_puts_and_serves_on(self, kv: Any, model: str) -> None:
         large = opaque(MIB, model)
         ns, leases, reasons = kv.namespace(large), list[Lease](), [""]
@@ -268,6 +275,7 @@ class TestBeyondTheArena:
         assert kv.get_into(kv.namespace(odd), keys, buffers) == len(keys)
         assert buffers == payloads_of(keys, nbytes)
 
+    @pytest.mark.in_place
     def test_a_lease_gives_as_much_as_there_is_room_for(
         self, kv: Any, large: Namespace, context: Keys
     ) -> None:
@@ -289,6 +297,7 @@ class TestBeyondTheArena:
             assert len(lease) == len(end)
         assert kv.match(ns, context).tiers[0] == "ssd"
 
+    @pytest.mark.in_place
     @pytest.mark.usefixtures("only_its_end")
     @pytest.mark.parametrize("stream", [False, True])
     def test_its_end_in_dram_does_not_keep_its_head_out(

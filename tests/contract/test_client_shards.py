@@ -120,6 +120,7 @@ def two_ranks(kv: Any, namespace: Namespace, group: WriterGroup = ENGINE) -> Eng
     return Engine([kv], namespace, (2, 1), group)
 
 
+@pytest.mark.in_place
 class TestWriting:
     @pytest.mark.parametrize("degrees", [(2, 1), (4, 1), (1, 2), (2, 2), (8, 1)], ids=str)
     @pytest.mark.parametrize("layout", LAYOUTS)
@@ -296,11 +297,11 @@ class TestReading:
     @pytest.mark.parametrize("written_by", [(1, 1), (4, 1), (2, 2)], ids=str)
     @pytest.mark.parametrize("layout", ["attention", "attention in wide parts", "latent"])
     def test_readers_of_every_degree_get_their_own_heads_and_layers(
-        self, kv: Any, model: str, layout: str, written_by: Degrees
+        self, kv: Any, other: Client, model: str, layout: str, written_by: Degrees
     ) -> None:
         namespace = Namespace(model, LAYOUTS[layout], tokens_per_blob=TOKENS)
         (group,) = namespace.layout.groups
-        engine = Engine([kv], namespace, written_by, ENGINE)
+        engine = Engine([other], namespace, written_by, ENGINE)
         results = [engine.write(rank) for rank in engine.at_work]
         assert results[-1] == ["stored"] * N
         for degrees in READERS:
@@ -318,9 +319,9 @@ class TestReading:
                 assert buffers == [b"".join(share) for share in shares]
             assert seen == {part.index for part in engine.parts}
 
-    def test_a_hybrid_is_read_by_ranks_from_ssd(self, kv: Any, model: str) -> None:
+    def test_a_hybrid_is_read_by_ranks_from_ssd(self, kv: Any, other: Client, model: str) -> None:
         namespace = Namespace(model, LAYOUTS["hybrid"], tokens_per_blob=TOKENS)
-        engine = Engine([kv], namespace, (4, 1), ENGINE)
+        engine = Engine([other], namespace, (4, 1), ENGINE)
         for rank in engine.at_work:
             engine.write(rank)
         make_cold(kv, engine.bound[0], engine.keys)
@@ -333,6 +334,7 @@ class TestReading:
                         assert lease.wait(blob, part)
                         assert lease.parts(blob)[part] == engine.part_of(blob, number)
 
+    @pytest.mark.in_place
     def test_a_reader_follows_its_own_rank_without_the_others(
         self, kv: Any, namespace: Namespace
     ) -> None:

@@ -113,6 +113,7 @@ class TestColdContexts:
                 lease.wait(0, 0)
 
 
+@pytest.mark.in_place
 class TestFollowingAWriter:
     """A blob in writing is given to those who ask for it (`wait`), part by part as it is sealed."""
 

@@ -35,6 +35,7 @@ from blobstore.protocol import (
 from blobstore.transports.framing import MAX_BODY_BYTES
 from blobstore.units import KIB
 from tests.support.blobs import chain, opaque, payloads_of, put
+from tests.support.connections import connection_of
 from tests.support.contract import holds_nothing
 from tests.support.daemon import Daemon
 from tests.support.polling import poll_until
@@ -83,6 +84,7 @@ class TestUntouchedBlobs:
         assert kv.put_from(ns, keys, contents) == ["exists", "stored", "stored", "stored"]
 
 
+@pytest.mark.in_place
 class TestGroups:
     @pytest.fixture
     def sharded(self, model: str) -> Namespace:
@@ -180,8 +182,7 @@ class TestBrokenConnections:
             lease = kv.get(ns, keys)
             writer = kv.put(ns, chain(namespace, 7, 1))
             array = np.frombuffer(writer[0], np.uint8)
-            connection = kv._runner._connection
-            assert connection is not None
+            connection = connection_of(kv)
             connection.post(Ticket(Get(ns.id, keys.packed, 32, 5.0)))
             connection.post(Ticket(Reserve(ns.id, keys[0][::-1], 32, b"", 0, "standard", 5.0)))
             poll_until(lambda: other.stats()["leases"] == 2, what="the lease was granted")

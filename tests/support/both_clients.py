@@ -13,8 +13,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from blobstore.clients import AsyncClient, Client
+from tests.support.daemon import Daemon
+from tests.support.http_daemon import HttpDaemon
 
 KINDS = ("threads", "loop")
+HTTP_KINDS = tuple(f"{kind} over http" for kind in KINDS)
+"""As `reach` knows them as well."""
 
 
 class Blocking:
@@ -140,6 +144,14 @@ def _run(runner: asyncio.Runner, coroutine: Coroutine[Any, Any, Any]) -> Any:
 def connect(kind: str, address: str, **options: Any) -> Any:
     """A client of either kind."""
     return Client(address, **options) if kind == "threads" else Blocking(address, **options)
+
+
+def reach(kind: str, run: Daemon, **options: Any) -> Any:
+    """A client of either kind of a daemon, by its socket or by HTTP."""
+    if kind in KINDS:
+        return connect(kind, run.address, **options)
+    door = HttpDaemon(run)
+    return connect(kind.removesuffix(" over http"), door.url, token=door.token, **options)
 
 
 def disconnect(kv: Any) -> None:

@@ -74,7 +74,12 @@ def _of_holders(holders: Iterable[Holder]) -> Iterator[Record]:
 
 def _audit_tree(store: Store) -> None:
     holes = 0
+    assert list(store.index.order.after(b"")) == sorted(store.index.namespaces)
     for state in store.index.namespaces.values():
+        blobs = state.blobs.values()
+        assert list(state.order.after(b"")) == sorted(state.blobs)
+        assert state.dram_bytes == sum(r.nbytes for r in blobs if r.packed)
+        assert state.ssd_bytes == sum(r.nbytes for r in blobs if r.ssd is not False)
         for key, record in state.blobs.items():
             assert record.key == key
             assert record.ns is state

@@ -82,7 +82,17 @@ def test_a_directory_that_is_not_there_is_named(canned: list[Setup], tmp_path: P
 
 def test_every_benchmark_has_a_line_of_help() -> None:
     shown = CliRunner().invoke(commands.bench, ["--help"]).stdout
-    for name in ("tiers", "rpc", "midfill", "clients", "catalogue", "put-cost", "idle"):
+    for name in (
+        "tiers",
+        "rpc",
+        "midfill",
+        "clients",
+        "catalogue",
+        "put-cost",
+        "idle",
+        "http",
+        "peers",
+    ):
         assert f" {name} " in shown
 
 

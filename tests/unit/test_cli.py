@@ -221,6 +221,20 @@ def test_doctor_stops_at_a_socket_in_no_directory(
     assert "does not exist" in found["socket"]["found"]
 
 
+def test_doctor_stops_at_an_http_door_that_cannot_be_opened(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    options = machine(tmp_path)
+    code, found = doctor(capsys, monkeypatch, tmp_path, *options, "--http", "0.0.0.0:8470")
+    assert code == 1
+    assert "no TLS" in found["http"]["change"]
+    code, found = doctor(capsys, monkeypatch, tmp_path, *options, "--http", "127.0.0.1:8470")
+    assert code == 0
+    assert found["http"]["used"] == "http://127.0.0.1:8470"
+    code, found = doctor(capsys, monkeypatch, tmp_path, *options)
+    assert "http" not in found
+
+
 def test_doctor_stops_at_sizes_that_contradict_each_other(
     capsys: Output, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -27,6 +27,7 @@ from blobstore.clients import (
 )
 from blobstore.errors import InvalidRequest, Unavailable
 from blobstore.protocol import Abort, Get, Hello, Match, Matched, Ping, Pong, Request, Reserve, Seal
+from tests.support.connections import connection_of
 from tests.support.polling import poll_until, poll_until_async
 from tests.support.scripted_daemon import ScriptedDaemon
 
@@ -89,7 +90,7 @@ async def test_a_get_that_is_cancelled_when_its_reply_is_here_gives_it_back(
 ) -> None:
     call = asyncio.create_task(kv.get(ns, KEYS))
     await asyncio.sleep(0)  # it is sent
-    connection: Any = kv._runner._connection
+    connection: Any = connection_of(kv)
     receive = connection.receive
 
     def receive_and_cancel() -> None:
@@ -219,7 +220,7 @@ async def test_a_connection_that_breaks_on_another_thread_ends_its_calls(
     daemon.silence(Match)
     call = asyncio.create_task(kv.match(ns, KEYS, timeout_s=60))
     await poll_until_async(lambda: daemon.unanswered)
-    connection: Any = kv._runner._connection
+    connection: Any = connection_of(kv)
     await asyncio.to_thread(connection.fail, "as scripted")
     await poll_until_async(lambda: len(daemon.unanswered) == 2)  # it was asked once more
     daemon.answer_late()
@@ -401,8 +402,8 @@ async def test_both_clients_share_blobs(
 
 def test_the_copying_thread_is_not_the_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     async def run() -> None:
-        assert await aio_runner._in_thread(threading.get_ident) != threading.get_ident()
+        assert await aio_runner.in_thread(threading.get_ident) != threading.get_ident()
         with pytest.raises(ZeroDivisionError):
-            await aio_runner._in_thread(lambda: 1 // 0)
+            await aio_runner.in_thread(lambda: 1 // 0)
 
     asyncio.run(run())

@@ -36,6 +36,7 @@ from blobstore.protocol import (
     Welcome,
 )
 from blobstore.transports.framing import pack
+from tests.support.connections import connection_of
 from tests.support.polling import poll_until
 from tests.support.scripted_daemon import ScriptedDaemon
 
@@ -385,7 +386,7 @@ def test_a_signal_handler_may_close_the_client_it_interrupts(
 def test_request_ids_wrap_round_before_they_outgrow_the_frame(
     daemon: ScriptedDaemon, kv: Client
 ) -> None:
-    connection: Any = kv._runner._connection
+    connection: Any = connection_of(kv)
     connection._numbers = iter([2**32 - 3, 2**32 - 2, 2**32 - 1, 2**32])
     assert [kv.ping() for _ in range(4)] == [True] * 4
 
@@ -417,8 +418,7 @@ def test_a_release_that_went_out_in_part_is_sent_again_over_the_next_connection(
     daemon: ScriptedDaemon, kv: Client, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = kv.get(ns, KEYS[:1])
-    connection = kv._runner._connection
-    assert connection is not None
+    connection = connection_of(kv)
     monkeypatch.setattr(connection, "_send", lambda data: 3)
     lease.release()
     assert connection._unsent
@@ -447,7 +447,7 @@ def test_errors_of_one_thread_are_not_another_threads(
     daemon: ScriptedDaemon, kv: Client, ns: BoundNamespace, pool: ThreadPoolExecutor
 ) -> None:
     daemon.silence(Match)
-    connection: Any = kv._runner._connection
+    connection: Any = connection_of(kv)
     calls: list[Future[Any]] = [
         pool.submit(connection.ask, Match(ns.id, KEYS.packed, 32), time.monotonic() + 60)
         for _ in range(3)
@@ -474,7 +474,7 @@ def test_a_client_that_is_dropped_closes_its_socket(daemon: ScriptedDaemon) -> N
 
 def _id_of_next(kv: Client) -> int:
     """The id of the request that was sent last, or is sent next if none is under way."""
-    connection: Any = kv._runner._connection
+    connection: Any = connection_of(kv)
     following: int = connection._numbers.__reduce__()[1][0]
     return max(connection._pending, default=following)
 

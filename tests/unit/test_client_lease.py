@@ -14,6 +14,7 @@ import pytest
 from blobstore.clients import BoundNamespace, Client, KVLayout, LayerGroup, Lease, Namespace, Shard
 from blobstore.errors import InvalidRequest
 from blobstore.protocol import Failed, Get, Ping, Release, Wait, Waited
+from tests.support.connections import connection_of
 from tests.support.polling import poll_until
 from tests.support.scripted_daemon import ScriptedDaemon
 
@@ -236,13 +237,13 @@ def test_a_last_view_may_die_in_the_middle_of_a_send(
     daemon: ScriptedDaemon, kv: Client, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lease = kv.get(ns, KEYS)
-    connection = kv._runner._connection
-    assert connection is not None
+    connection = connection_of(kv)
     send = connection._send
 
     def send_and_collect(data: bytearray) -> int:
         lease.release()  # as the garbage collector may, wherever memory is allocated
-        return send(data)
+        sent: int = send(data)
+        return sent
 
     monkeypatch.setattr(connection, "_send", send_and_collect)
     assert kv.ping()
@@ -255,8 +256,7 @@ def test_a_finalizer_does_not_wait_for_a_thread_that_sends(
     daemon: ScriptedDaemon, kv: Client, ns: BoundNamespace
 ) -> None:
     leases = [kv.get(ns, KEYS) for _ in range(50)]
-    connection = kv._runner._connection
-    assert connection is not None
+    connection = connection_of(kv)
     sending, go = threading.Event(), threading.Event()
 
     def send_slowly() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from blobstore import protocol
 from blobstore.connection import REQUESTS_IN_FLIGHT_MAX, Connection
 from blobstore.errors import StorageFailed
+from blobstore.latencies import Latencies
 from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
 from blobstore.settings import StoreSettings
@@ -51,9 +52,9 @@ class Wire(asyncio.Transport):
 class Served:
     """A connection of one process, without the socket."""
 
-    def __init__(self, store: Store, token: object) -> None:
+    def __init__(self, store: Store, token: object, latencies: Latencies | None = None) -> None:
         self.holder = store.attach(token, pid=1, name=str(token))
-        self.connection = Connection(store, self.holder, lambda _: None)
+        self.connection = Connection(store, self.holder, lambda _: None, latencies)
         self.wire = Wire()
         self.connection.connection_made(self.wire)
         self._boot_id = store.boot_id
@@ -110,6 +111,24 @@ async def test_more_requests_in_flight_than_allowed_are_refused_as_busy(tmp_path
         assert isinstance(reply, protocol.Failed)
         assert reply.code == "busy"
         await poll_until_async(lambda: not served.connection.tasks)
+
+
+async def test_requests_are_noted_by_verb_and_outcome(tmp_path: Path) -> None:
+    async with opened(tmp_path) as store:
+        await store.declare(BLOB.encode())
+        latencies = Latencies()
+        served = Served(store, "noted", latencies)
+        served.send(1, protocol.Match(BLOB.id, KEYS[0], 32))
+        served.send(2, protocol.Match(bytes(32), KEYS[0], 32))
+        served.send(3, protocol.Declare(BLOB.encode()))
+        served.send(4, protocol.Declare(b"none"))
+        await poll_until_async(lambda: len(served.wire.replies) == 4)
+        noted = [(door, verb, found.count) for door, verb, found in latencies.histograms()]
+        assert noted == [("local", "declare", 2), ("local", "match", 2)]
+        assert list(latencies.failures()) == [
+            ("local", "declare", "invalid_request", 1),
+            ("local", "match", "unknown_namespace", 1),
+        ]
 
 
 async def test_a_namespace_that_could_not_be_written_is_written_with_its_first_blob(

@@ -1,0 +1,1 @@
+"""The HTTP door: the store's verbs for people, tools, remote clients and other languages."""
