@@ -165,7 +165,9 @@ def test_a_client_without_a_daemon_raises_unavailable(tmp_path: Path) -> None:
     with pytest.raises(InvalidRequest, match="107"):
         Client("unix:/" + "x" * 200)
     with pytest.raises(InvalidRequest, match="unix:"):
-        Client("http://localhost:80")
+        Client("ftp://localhost:80")
+    with pytest.raises(Unavailable, match="http://localhost:1"):
+        Client("http://localhost:1", timeout_s=0.5)
 
 
 def test_calls_on_a_dead_daemon_miss_and_the_next_daemon_is_found(tmp_path: Path) -> None:

@@ -23,12 +23,14 @@ ROWS = {
     "tiers": [
         "dram.lease", "dram.get_into", "dram.put",
         "ssd.read", "ssd.first_layer", "ssd.write", "ssd.write.full",
+        "http.get", "http.put",
     ],
     "midfill": ["midfill"],
     "clients_at_once": ["clients.match", "clients.get_into", "clients.put"],
     "catalogue_scale": ["catalogue.open", "catalogue.memory_per_blob"],
     "put_cost": ["put_cost.standard", "put_cost.durable"],
     "idle": ["idle.cpu", "idle.memory"],
+    "http_load": ["http.requests", "http.loop_lag", "http.memory"],
 }  # fmt: skip
 
 
