@@ -6,6 +6,7 @@ import time
 from itertools import count
 
 from blobstore.bench.blobs import key_chain, opaque, require
+from blobstore.bench.cores import apart
 from blobstore.bench.own_daemon import OwnDaemon
 from blobstore.bench.pairs import alternate
 from blobstore.bench.report import Row, Setting, latency_row
@@ -34,11 +35,12 @@ def _row(setup: Setup, retention: str, puts_per_pair: int) -> Row:
         small.client() as beside_few,
     ):
         first, second = _Puts(beside_many, retention, many), _Puts(beside_few, retention, FEW)
-        pairs = alternate(
-            lambda: [first.put() for _ in range(puts_per_pair)],
-            lambda: [second.put() for _ in range(puts_per_pair)],
-            setup.scale(25, 3),
-        )
+        with apart(large.pid, small.pid):
+            pairs = alternate(
+                lambda: [first.put() for _ in range(puts_per_pair)],
+                lambda: [second.put() for _ in range(puts_per_pair)],
+                setup.scale(25, 3),
+            )
     setting = Setting(
         many * BLOB_BYTES,
         sync="fdatasync" if retention == "durable" else "none",
