@@ -208,7 +208,9 @@ class Connection(asyncio.Protocol):
                 self._send(request_id, answer)
                 self._note(request, started_s)
             else:
-                task = self._start(request_id, self._noted(request, started_s, answer))
+                if self._latencies is not None:
+                    answer = self._noted(request, started_s, answer)
+                task = self._start(request_id, answer)
                 if isinstance(request, _WAITING):
                     self._waiting.add(task)
                     task.add_done_callback(self._waiting.discard)

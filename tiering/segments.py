@@ -128,8 +128,7 @@ class Segments:
                 self._doomed.add(extent)
                 return
             del self._reads[extent]
-            self._placement.release(extent)
-            self._unsynced.pop(extent, None)
+            self._release(extent)
 
     def trim(self, keep_bytes: int | None = None) -> None:
         """Punch what is spare beyond `keep_bytes` (by default the room kept for it)."""
@@ -249,6 +248,10 @@ class Segments:
         for handle in handles.values():
             self._disk.close(handle)
 
+    def _release(self, extent: Extent) -> None:
+        self._placement.release(extent)
+        self._unsynced.pop(extent, None)
+
     def _mark_unsynced(self, extent: Extent) -> None:
         with self._lock:
             self._writes += 1
@@ -305,7 +308,7 @@ class Segments:
             if extent not in self._doomed:
                 return
             self._doomed.discard(extent)
-            self._placement.release(extent)
+            self._release(extent)
 
     def _handle(self, place: int) -> Handle:
         handle = self._handles.get(place)

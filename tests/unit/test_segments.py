@@ -414,3 +414,40 @@ def test_freed_room_is_used_again_before_it_is_punched() -> None:
     assert [_get(segments, extent) for extent in again] == [_data(2 * MIB, n) for n in range(7)]
     assert segments.stats()["punches"] == 0
     assert disk.allocated_total() <= 16 * MIB
+
+
+def test_what_is_freed_while_it_is_read_need_not_be_synced_any_more() -> None:
+    disk = SimDisk()
+    segments = _segments(disk)
+    extent = _put(segments, _data(MIB))
+
+    def free_meanwhile(name: str, path: Path) -> None:
+        if name == "preadv":
+            disk.before_step = lambda name, path: None
+            segments.free(extent)
+
+    disk.before_step = free_meanwhile
+    assert _get(segments, extent) == _data(MIB)
+    assert segments.stats()["extents"] == 0
+    syncs: list[Path] = []
+    disk.before_step = lambda name, path: syncs.append(path) if name == "sync" else None
+    segments.sync([extent])
+    assert syncs == []
+
+
+def test_a_write_during_a_sync_is_not_covered_by_it() -> None:
+    disk = SimDisk()
+    segments = _segments(disk)
+    extent = _put(segments, _data(MIB))
+    syncs: list[Path] = []
+
+    def write_meanwhile(name: str, path: Path) -> None:
+        if name == "sync":
+            syncs.append(path)
+            if len(syncs) == 1:
+                segments.write(extent, 0, memoryview(_data(4096, 1)))
+
+    disk.before_step = write_meanwhile
+    segments.sync([extent])
+    segments.sync([extent])
+    assert syncs == [FIRST] * 2
