@@ -34,7 +34,7 @@ from blobstore.settings import StoreSettings
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.disk import Disk
 from blobstore.tiering.dram import DramTier
-from blobstore.tiering.policy import LeafLru
+from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.ssd import SsdTier
 from blobstore.turns import Turns
 from blobstore.writeback import Writeback

@@ -1,38 +1,94 @@
-"""The seam for the order of eviction.
+"""The seam for what stays in a tier: an order among what may go, told of every use.
 
-A policy orders items that may go now. Whether an item may go (nobody holds it,
-nothing hangs below it, its bytes are safe elsewhere) is decided by whoever
-offers and withdraws it. Items are opaque, hashable, and compared by nobody.
+A policy orders the items of one tier that may go now. Whether an item may go (nobody
+holds it, nothing hangs below it, its bytes are safe elsewhere) is decided by whoever
+offers and withdraws it, so any order evicts leaves only. The live store and the replay
+of traces drive policies through the same calls, in the same order.
+
+Items are opaque, hashable, and compared by nobody.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T", bound=Hashable)
 
 
+@dataclass(frozen=True, slots=True)
+class Use(Generic[T]):
+    """One request's use of one chain of items.
+
+    Args:
+        items: the chain from its root to where the request ends, held or about to be stored.
+        n_held: leading items that were held, in whatever tier, when the request came.
+        now_s: the time of the request, on the clock of `last_used`.
+        item_tokens: tokens of each item but the last of a prompt, which may be partial.
+        prompt_tokens: of the request; 0 if unknown.
+        answer_tokens: that followed the prompt; 0 if unknown.
+        continues: the request has been told of already, by a use that ended at
+            `items[n_held - 1]`: this one says what it stored, and counts no second use.
+        session, turn, kind, finish: what the caller told about the request; "" and -1
+            where nothing is known.
+    """
+
+    items: Sequence[T]
+    n_held: int
+    now_s: float
+    item_tokens: int = 1
+    prompt_tokens: int = 0
+    answer_tokens: int = 0
+    continues: bool = False
+    session: str = ""
+    turn: int = -1
+    kind: str = ""
+    finish: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Terms(Generic[T]):
+    """What a policy is made for.
+
+    Args:
+        capacity_bytes: of the tier, for policies that divide it.
+        identity: 64 bits that stay with an item's content for good, so that it is known
+            again after it has left.
+        seed: of all that is random.
+    """
+
+    capacity_bytes: int
+    identity: Callable[[T], int]
+    seed: int = 0
+
+
 class Policy(Protocol[T]):
-    """An order among evictable items. One thread (the control loop) uses it."""
+    """An order among the evictable items of one tier. One thread uses it.
 
-    def offer(
-        self,
-        item: T,
-        last_used: float,
-        nbytes: int,
-        hint: Mapping[str, object] | None = None,
-    ) -> None:
-        """Say that `item` may go; offering it again replaces what was said.
+    For one request the calls come in this order: `use`; then `victims`, `leave` and
+    `offer` (of parents laid bare) until there is room; then `enter` for what is new, root
+    side first; then `offer` for the leaf.
+    """
 
-        `last_used` is on any one clock; `hint` is what the writer told about
-        the item's session, for policies that learn.
-        """
+    def use(self, use: Use[T]) -> None:
+        """A request uses a chain, of which some items may be in this tier."""
+        ...
+
+    def enter(self, item: T, nbytes: int) -> None:
+        """`item` has entered the tier."""
+        ...
+
+    def leave(self, item: T) -> None:
+        """`item` has left the tier, and was withdrawn; unknown items are ignored."""
+        ...
+
+    def offer(self, item: T, last_used: float, nbytes: int) -> None:
+        """Say that `item` may go; offering it again replaces what was said."""
         ...
 
     def withdraw(self, item: T) -> None:
-        """Say that `item` may no longer go, or is gone; unknown items are ignored."""
+        """Say that `item` may not go for now, or is gone; unknown items are ignored."""
         ...
 
     def victims(self) -> Iterator[T]:
@@ -47,84 +103,3 @@ class Policy(Protocol[T]):
     def __len__(self) -> int:
         """How many items may go."""
         ...
-
-
-_Entry = tuple[float, int, T]
-
-_COMPACT_ABOVE = 64
-"""Stale entries that a heap may hold whatever its size, so that small ones are left alone."""
-
-
-class LeafLru(Generic[T]):
-    """Least recently used first; among equals, the one offered first.
-
-    A heap whose entries are abandoned in place when their item is withdrawn or
-    offered anew. Offering and withdrawing cost O(log n), amortised; the heap
-    never holds more than twice the live entries and a constant.
-    """
-
-    def __init__(self) -> None:
-        self._heap: list[_Entry[T]] = []
-        self._live: dict[T, _Entry[T]] = {}
-        self._sequence = 0
-        self._moves = 0
-
-    def __len__(self) -> int:
-        return len(self._live)
-
-    def offer(
-        self,
-        item: T,
-        last_used: float,
-        nbytes: int,
-        hint: Mapping[str, object] | None = None,
-    ) -> None:
-        """As Policy.offer; size and hint do not matter to this order."""
-        self._sequence += 1
-        entry = (last_used, self._sequence, item)
-        self._live[item] = entry
-        heapq.heappush(self._heap, entry)
-        self._moves += 1
-        self._compact()
-
-    def withdraw(self, item: T) -> None:
-        """As Policy.withdraw."""
-        if self._live.pop(item, None) is not None:
-            self._compact()
-
-    def victims(self) -> Iterator[T]:
-        """As Policy.victims. The first costs O(1) amortised; the k-th O(log k).
-
-        An offer between two steps makes the next one walk past the items that
-        were yielded and not withdrawn: evict as you go.
-        """
-        last = (float("-inf"), 0)
-        moves = -1
-        frontier: list[tuple[_Entry[T], int]] = []
-        while True:
-            if moves != self._moves:
-                self._drop_stale_top()
-                frontier = [(self._heap[0], 0)] if self._heap else []
-                moves = self._moves
-            if not frontier:
-                return
-            # The frontier holds the heap positions whose parents were passed:
-            # its least entry is the heap's next in order, without popping it.
-            entry, at = heapq.heappop(frontier)
-            for child in (2 * at + 1, 2 * at + 2):
-                if child < len(self._heap):
-                    heapq.heappush(frontier, (self._heap[child], child))
-            if entry[:2] > last and self._live.get(entry[2]) is entry:
-                last = entry[:2]
-                yield entry[2]
-
-    def _drop_stale_top(self) -> None:
-        while self._heap and self._live.get(self._heap[0][2]) is not self._heap[0]:
-            heapq.heappop(self._heap)
-            self._moves += 1
-
-    def _compact(self) -> None:
-        if len(self._heap) > 2 * len(self._live) + _COMPACT_ABOVE:
-            self._heap = list(self._live.values())
-            heapq.heapify(self._heap)
-            self._moves += 1

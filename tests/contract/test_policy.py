@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.tiering.policy import LeafLru, Policy
+from blobstore.tiering.lru import LeafLru
+from blobstore.tiering.policy import Policy
 
 POLICIES: dict[str, Callable[[], Policy[str]]] = {"leaf_lru": LeafLru}
 
@@ -48,7 +49,7 @@ def test_looking_at_victims_removes_nothing(make: MakePolicy) -> None:
 @each_policy
 def test_offering_again_replaces(make: MakePolicy) -> None:
     policy = _offered(make, "abab")
-    policy.offer("b", 9.0, 2000, {"session": "s"})
+    policy.offer("b", 9.0, 2000)
     assert sorted(policy.victims()) == ["a", "b"]
     assert len(policy) == 2
 

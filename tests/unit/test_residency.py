@@ -10,7 +10,7 @@ from blobstore.index import Index, NamespaceState, Record, Retention
 from blobstore.residency import Residency
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.dram import DramTier
-from blobstore.tiering.policy import LeafLru
+from blobstore.tiering.lru import LeafLru
 from blobstore.units import KIB, MIB
 from tests.support.sim_store import SimStore
 from tests.support.simulation import Simulation

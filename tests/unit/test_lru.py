@@ -7,7 +7,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.tiering.policy import LeafLru
+from blobstore.tiering.lru import LeafLru
 
 
 def test_coldest_goes_first_whatever_the_order_of_offers() -> None:
