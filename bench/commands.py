@@ -106,6 +106,61 @@ def bench_peers(
     _show(report, json=json, plot=plot, check=check, draw=to_svg)
 
 
+@bench.command("replay")
+def bench_replay(
+    traces: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="TRACE…", help="Files, or names of bundled traces; all of those."),
+    ] = None,
+    sizes: Annotated[
+        str,
+        typer.Option(metavar="SHARES", help="Of the distinct blocks: 0.01,0.02."),
+    ] = "",
+    policies: Annotated[
+        str,
+        typer.Option(metavar="NAMES", help="lru, ours and min (the optimum) if not given."),
+    ] = "",
+    hints: Annotated[
+        bool, typer.Option("--hints", help="Tell session, turn, kind and why an answer ended.")
+    ] = False,
+    ssd: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="A second tier; count what is written to it."),
+    ] = None,
+    cost: Annotated[bool, typer.Option("--cost", help="Ours is to save cost, not tokens.")] = False,
+    score: Annotated[
+        bool, typer.Option("--score", help="Mean share of the gap from lru to min that is closed.")
+    ] = False,
+    live: Annotated[
+        bool,
+        typer.Option("--live", help="The head of each trace, also against daemons, with bytes."),
+    ] = False,
+    json: Json = False,
+    plot: Plot = None,
+    tiny: Tiny = False,
+    data: Data = None,
+) -> None:
+    """Traces of requests through the policies in virtual time, beside the optimum."""
+    from blobstore.bench import replay_command
+    from blobstore.bench.replay import ReplaySettings
+    from blobstore.bench.replay_plot import to_svg
+
+    _end_in_order()
+    asked = replay_command.Asked(
+        traces or [],
+        replay_command.numbers(sizes),
+        replay_command.names(policies),
+        ReplaySettings(hints, ssd, "cost" if cost else "tokens"),
+        tiny,
+        score,
+        _directory(data) if live else None,
+    )
+    reports = list(asked.reports(_sayer(quiet=json)))
+    replay_command.show(reports, _console_on(sys.stdout), as_json=json, score=score)
+    if plot is not None:
+        plot.write_text(to_svg(reports), encoding="utf-8")
+
+
 def demo(json: Json = False, data: Data = None) -> None:
     """A real model's KV goes through a daemon, to disk, through a crash, and comes back."""
     from blobstore.bench.demo import run_demo  # here: help needs none of its libraries

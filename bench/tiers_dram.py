@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from blobstore import protocol
-from blobstore.bench.blobs import frame_bytes, key_chain, opaque, require
+from blobstore.bench.blobs import counters, frame_bytes, key_chain, opaque, require
 from blobstore.bench.cores import apart
 from blobstore.bench.machine import beyond_caches_bytes
 from blobstore.bench.own_daemon import OwnDaemon
@@ -18,6 +18,7 @@ from blobstore.bench.raw_echo import LIMIT_NAME, Echo
 from blobstore.bench.report import Row, Setting, latency_row, rate_row
 from blobstore.bench.setup import Setup
 from blobstore.clients import Client
+from blobstore.keys import Keys
 from blobstore.units import MIB
 
 COPY_LIMIT_NAME = "memcpy of the same sizes on one thread, shared memory and a caller's buffer"
@@ -53,7 +54,7 @@ def _scale(setup: Setup) -> _Scale:
 
 
 def rows(setup: Setup) -> list[Row]:
-    """`dram.lease`, `dram.get_into` and `dram.put`."""
+    """`dram.lease`, `dram.get_into`, `dram.put` and `dram.put_pressed`."""
     scale = _scale(setup)
     setup.need_memory(scale.dram_bytes + 2 * scale.copy_bytes)
     # Without an SSD tier: nothing is written behind the back of a measurement.
@@ -65,7 +66,9 @@ def rows(setup: Setup) -> list[Row]:
             get_into = _get_into(kv, scale, shared)
             setup.say("dram.put")
             put = _put(kv, scale, shared)
-    return [lease, get_into, put]
+        setup.say("dram.put_pressed")
+        pressed = _put_pressed(kv, scale)
+    return [lease, get_into, put, pressed]
 
 
 def _lease(kv: Client, daemon_pid: int, scale: _Scale) -> Row:
@@ -140,3 +143,41 @@ def _put(kv: Client, scale: _Scale, shared: SharedBuffers) -> Row:
     )
     setting = Setting(scale.copy_bytes, least=0.60)
     return rate_row("dram.put", pairs, scale.copy_bytes, COPY_LIMIT_NAME, setting)
+
+
+def _put_pressed(kv: Client, scale: _Scale) -> Row:
+    """Put into a full tier, where each blob makes others leave, and into one with free room."""
+    ns = kv.namespace(opaque("put-pressed", scale.copy_blob_bytes))
+    source = caller_buffers(scale.copy_blobs, scale.copy_blob_bytes, seed=4)
+    held: list[Keys] = []
+
+    def put_once() -> float:
+        keys = key_chain(f"put-pressed-{next(turns)}", scale.copy_blobs)
+        taken_s = timed(lambda: results.extend(kv.put_from(ns, keys, source)))
+        require(results == ["stored"] * len(keys), "every put stored new bytes")
+        results.clear()
+        held.append(keys)
+        return taken_s
+
+    def dropped() -> int:
+        return int(counters(kv)["dropped"])
+
+    def pressed() -> float:
+        before = dropped()
+        while dropped() == before:
+            put_once()
+        before = dropped()
+        taken_s = put_once()
+        require(dropped() - before >= scale.copy_blobs, "every blob made another one leave")
+        return taken_s
+
+    def unpressed() -> float:
+        while held:
+            kv.drop(ns, held.pop())
+        return put_once()
+
+    turns, results = iter(range(1 << 30)), list[str]()
+    pairs = alternate(lambda: [pressed()], lambda: [unpressed()], scale.n_pairs)
+    setting = Setting(scale.copy_bytes, least=1 / 1.3)
+    limit_name = "the same put into free room"
+    return rate_row("dram.put_pressed", pairs, scale.copy_bytes, limit_name, setting)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
+from blobstore.bench.background_puts import BackgroundPuts
 from blobstore.bench.blobs import counters, key_chain, layered, opaque, require
 from blobstore.bench.machine import beyond_caches_bytes
 from blobstore.bench.own_daemon import OwnDaemon
@@ -26,6 +27,8 @@ WRITE_LIMIT_NAME = f"O_DIRECT writes of new space, {IN_FLIGHT} in flight, fdatas
 READ_LIMIT_NAME = f"O_DIRECT reads into shared memory, {IN_FLIGHT} in flight"
 LAYERS = 32
 SETTLED_S = 60.0
+PROMOTED_SAMPLES = 2
+"""That are promoted one after the other: a gibibyte in sum."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +60,7 @@ def _scale(setup: Setup) -> _Scale:
 
 
 def rows(setup: Setup) -> list[Row]:
-    """`ssd.write` (empty, then steadily full), `ssd.read` and `ssd.first_layer`."""
+    """`ssd.write` (empty, then full), `ssd.read`, `ssd.promote` and `ssd.first_layer`."""
     scale = _scale(setup)
     setup.need_memory(scale.dram_bytes + 2 * scale.sample_bytes)
     own = OwnDaemon(setup.directory, dram_bytes=scale.dram_bytes, ssd_bytes=scale.ssd_bytes)
@@ -69,6 +72,8 @@ def rows(setup: Setup) -> list[Row]:
         disk = _Disk(daemon, kv, raw, scale)
         setup.say("ssd.read")
         found = [disk.read()]
+        setup.say("ssd.promote")
+        found.append(disk.promote())
         setup.say("ssd.first_layer")
         found.append(disk.first_layer())
         setup.say("ssd.write")
@@ -140,6 +145,33 @@ class _Disk:
         working_set = scale.read_samples * scale.sample_bytes
         setting = Setting(working_set, cold=True, least=0.85)
         return rate_row("ssd.read", pairs, scale.sample_bytes, READ_LIMIT_NAME, setting)
+
+    def promote(self) -> Row:
+        """Bring cold blobs into DRAM while puts go on, beside raw reads while puts go on."""
+        scale = self._scale
+        chains = [key_chain(f"promote-{n}", scale.per_sample) for n in range(PROMOTED_SAMPLES)]
+        for keys in chains:
+            self._kv.put_from(self._ns, keys, self._source, retention="durable")
+        self._raw.write(self._source * len(chains))
+        starts = [n * scale.per_sample for n in range(len(chains))]
+        with (
+            SharedBuffers(scale.per_sample, scale.blob_bytes) as shared,
+            self._daemon.client() as other,
+            BackgroundPuts(other, self._source[0]) as puts,
+        ):
+            pairs = alternate(
+                lambda: [sum(self._read_cold(self._ns, keys) for keys in chains)],
+                lambda: [sum(self._raw.read(shared.views, first=first) for first in starts)],
+                scale.n_pairs,
+            )
+        require(puts.done > 0, "puts went on meanwhile")
+        self._raw.truncate()
+        for keys in chains:
+            self._kv.drop(self._ns, keys)
+        nbytes = len(chains) * scale.sample_bytes
+        setting = Setting(nbytes, cold=True, least=0.85)
+        limit_name = f"{READ_LIMIT_NAME}, while puts go on"
+        return rate_row("ssd.promote", pairs, nbytes, limit_name, setting)
 
     def first_layer(self) -> Row:
         """How soon the first part of every blob of a cold context is readable."""

@@ -32,6 +32,8 @@ class Written:
 
     record: Record
     extent: Extent | None
+    why: str
+    """The reason, for counters, why it was written."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from typing import Annotated, Any, get_type_hints
 from blobstore import config_values as values
 from blobstore.config_values import AUTO, Size
 from blobstore.errors import InvalidRequest
-from blobstore.settings import HUGE_PAGES
+from blobstore.settings import HUGE_PAGES, OBJECTIVES, POLICIES, TieringSettings
 
 ENV_PREFIX = "BLOBSTORE__"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -81,6 +81,39 @@ class SsdSection:
         Size, Key(values.auto_or_off, "bound of disk use; auto: half of what is free; or off")
     ] = AUTO
     io_threads: Annotated[int, Key(values.count, "workers between the arena and the disk")] = 4
+
+
+_TIERING = TieringSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class TieringSection:
+    """Where blobs are kept, and how fast they move."""
+
+    policy: Annotated[
+        str, Key(values.one_of(*POLICIES), "who leaves first: ours (learned), or a reference")
+    ] = _TIERING.policy
+    objective: Annotated[
+        str, Key(values.one_of(*OBJECTIVES), "what a hit is worth: its tokens, or their cost")
+    ] = _TIERING.objective
+    dram_low: Annotated[
+        float, Key(values.share, "blobs move out below this share of DRAM free or free to go")
+    ] = _TIERING.dram_low
+    dram_high: Annotated[float, Key(values.share, "and until there is this much")] = (
+        _TIERING.dram_high
+    )
+    ssd_spare: Annotated[
+        float, Key(values.share, "share of SSD that only blobs worth it may take")
+    ] = _TIERING.ssd_spare
+    ssd_writes_per_day: Annotated[
+        int, Key(values.size, "bytes SSD may take in a day; 0: no limit")
+    ] = _TIERING.ssd_writes_per_day
+    demote_rate: Annotated[
+        int, Key(values.size, "bytes per second from DRAM to SSD; 0: no limit")
+    ] = _TIERING.demote_rate
+    promote_rate: Annotated[
+        int, Key(values.size, "bytes per second loaded ahead of use; 0: no limit")
+    ] = _TIERING.promote_rate
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +212,7 @@ class Config:
     store: StoreSection = field(default_factory=StoreSection)
     dram: DramSection = field(default_factory=DramSection)
     ssd: SsdSection = field(default_factory=SsdSection)
+    tiering: TieringSection = field(default_factory=TieringSection)
     local: LocalSection = field(default_factory=LocalSection)
     http: HttpSection = field(default_factory=HttpSection)
     times: TimesSection = field(default_factory=TimesSection)

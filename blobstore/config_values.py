@@ -44,6 +44,17 @@ def auto_or_off(value: object) -> Size:
     return 0 if value == "off" else auto_size(value)
 
 
+def share(value: object) -> float:
+    """A number from 0 to below 1."""
+    try:
+        number = float(value) if isinstance(value, int | float | str) else -1.0
+    except ValueError:
+        number = -1.0
+    if isinstance(value, bool) or not 0 <= number < 1:
+        raise InvalidRequest(f"not a number from 0 to below 1: {value!r}")
+    return number
+
+
 def count(value: object) -> int:
     """A whole number above 0."""
     try:

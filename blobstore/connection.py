@@ -31,6 +31,7 @@ from blobstore.errors import (
     StaleBoot,
     Unavailable,
 )
+from blobstore.hint import Hint
 from blobstore.holder import Granted, Holder
 from blobstore.index import Retention
 from blobstore.latencies import Latencies
@@ -110,6 +111,7 @@ class Connection(asyncio.Protocol):
             p.Prefetch: self._prefetch,
             p.Stat: self._stat,
             p.Stats: self._stats,
+            p.Explain: self._explain,
             p.Verify: self._verify,
             p.Holding: self._holding,
             p.Namespaces: self._namespaces,
@@ -280,12 +282,14 @@ class Connection(asyncio.Protocol):
         return p.Declared(await self._store.declare(m.namespace))
 
     def _match(self, m: p.Match) -> Answer:
-        return p.Matched(*self._store.match(m.namespace_id, m.keys, m.key_bytes))
+        hint = Hint.from_dict(m.hint) if m.hint else None
+        return p.Matched(*self._store.match(m.namespace_id, m.keys, m.key_bytes, hint=hint))
 
     def _get(self, m: p.Get) -> Answer:
         found = self._store.get(
             self.holder, m.namespace_id, m.keys, m.key_bytes,
             timeout_s=_bounded(m.timeout_s), stream=m.stream, wait_for_writers=m.wait_for_writers,
+            hint=Hint.from_dict(m.hint) if m.hint else None,
         )  # fmt: skip
         return _leased(found) if isinstance(found, Found) else self._leased_later(found)
 
@@ -333,7 +337,7 @@ class Connection(asyncio.Protocol):
             self.holder, state, keys,
             parent_key=m.parent, tail_tokens=m.tail_tokens, retention=Retention.parse(m.retention),
             timeout_s=_bounded(m.timeout_s), group=(m.group, m.epoch) if m.group else None,
-            parts=tuple(m.parts),
+            parts=tuple(m.parts), hint=Hint.from_dict(m.hint) if m.hint else None,
         )  # fmt: skip
         self.reservation_ids.add(reservation.reservation_id)
         return _reserved(reservation, self._store.writers.ttl_s)
@@ -370,6 +374,9 @@ class Connection(asyncio.Protocol):
 
     def _stat(self, m: p.Stat) -> Answer:
         return p.Report({"blobs": self._store.stat(m.namespace_id, m.keys, m.key_bytes)})
+
+    def _explain(self, m: p.Explain) -> Answer:
+        return p.Report({"blobs": self._store.explain(m.namespace_id, m.keys, m.key_bytes)})
 
     def _stats(self, m: p.Stats) -> Answer:
         return p.Report(self._store.stats())

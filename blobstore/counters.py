@@ -3,9 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+from blobstore.ages import Ages
+
+if TYPE_CHECKING:
+    from blobstore.index import Record
+
+ByReason = defaultdict[str, Counter[str]]
+"""Numbers by a place or a crossing, and by reason."""
+
+
+NOWHERE = "none"
+"""Where a crossing ends when a copy is given up."""
+
+_NOT_COUNTED = {"counted": False}
+
+
+def _by_reason() -> ByReason:
+    return defaultdict(Counter)
 
 
 @dataclass(slots=True)
@@ -42,11 +62,46 @@ class Counters:
     """Blobs that were to be on SSD, could not be written, and left DRAM."""
     expired_reservations: int = 0
     aborted_reservations: int = 0
+    moved_blobs: ByReason = field(default_factory=_by_reason)
+    """Blobs that crossed between places, by crossing ("dram>ssd") and reason."""
+    moved_bytes: ByReason = field(default_factory=_by_reason)
+    refused_blobs: ByReason = field(default_factory=_by_reason)
+    """Blobs that were considered for a tier and not let in, by tier and reason."""
+    refused_bytes: ByReason = field(default_factory=_by_reason)
+    clock: Callable[[], float] = field(default=time.monotonic, metadata=_NOT_COUNTED)
+    """That of `Record.last_used`."""
+    ages: Ages = field(default_factory=Ages, metadata=_NOT_COUNTED)
+
+    def moved(self, crossing: str, reason: str, record: Record) -> None:
+        """Count a blob that crossed, and its age if it left for good.
+
+        Args:
+            crossing: as "dram>ssd"; "dram>none" where the copy in DRAM was given up, whatever
+                other copies there are, and "ssd>none" likewise.
+            reason: of `reasons.MOVED`.
+            record: the blob; its time of last use must still be known.
+        """
+        self.moved_blobs[crossing][reason] += 1
+        self.moved_bytes[crossing][reason] += record.nbytes
+        tier, _, to = crossing.partition(">")
+        if to == NOWHERE:
+            self.ages.left(tier, self.clock() - record.last_used)
+
+    def refused(self, tier: str, reason: str, record: Record) -> None:
+        """Count a blob that was not let into `tier`, for a reason of `reasons.REFUSED`."""
+        self.refused_blobs[tier][reason] += 1
+        self.refused_bytes[tier][reason] += record.nbytes
 
     def as_dict(self) -> dict[str, Any]:
         """A copy as plain values."""
         return {
-            f.name: dict(value) if isinstance(value, Counter) else value
+            f.name: _plain(getattr(self, f.name))
             for f in dataclasses.fields(self)
-            for value in (getattr(self, f.name),)
+            if not f.metadata
         }
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, defaultdict):
+        return {name: dict(inner) for name, inner in value.items()}
+    return dict(value) if isinstance(value, Counter) else value

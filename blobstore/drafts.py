@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from blobstore.fill import Fill
+from blobstore.hint import Hint
 from blobstore.holder import Holder
 from blobstore.index import NamespaceState, Record, Retention
 from blobstore.residency import Residency
@@ -65,6 +66,7 @@ class Reservation:
     retention: Retention
     expires_s: float
     slots: list[Slot] = field(default_factory=list)
+    hint: Hint | None = None
     kept: list[Record] = field(default_factory=list)
     """Sealed blobs kept from vanishing while this writer compares or continues them."""
     expired: bool = False

@@ -1,12 +1,15 @@
 """Choosing who leaves DRAM: coldest first, and nobody until enough was found.
 
 A victim first leaves the tree, which offers its parent to the policy in its own
-place in the order. If the sum falls short, all of them come back.
+place in the order. If the sum falls short, all of them come back. What is in DRAM
+alone, and has not been decided about, is passed to a gate first: it may have to be
+written to SSD before it goes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Protocol
 
 from blobstore.index import Record
 from blobstore.tiering.dram import DramTier
@@ -14,12 +17,72 @@ from blobstore.tiering.free_runs import FreeRuns
 from blobstore.tiering.policy import Policy
 from blobstore.tiering.tier import Extent
 
+ASIDE_MAX = 256
+"""Blobs that must be written before they may go, past which one search looks for others."""
+
+
+class Gate(Protocol):
+    """Who decides about blobs that are in DRAM alone before they leave it."""
+
+    @property
+    def coming_bytes(self) -> int:
+        """On their way to SSD so that their room here can be had."""
+        ...
+
+    def waits(self, record: Record) -> bool:
+        """It has not been decided about: it must not be lost, and may be written."""
+        ...
+
+    def may_leave(self, record: Record, *, urgent: bool) -> bool:
+        """Whether a blob that was offered may go now; if not it may be on its way to SSD then.
+
+        `urgent` is what a reader waits for: no budget holds it up.
+        """
+        ...
+
+    def save(self, record: Record) -> None:
+        """A client wants a blob in DRAM alone to be on SSD alone."""
+        ...
+
+    def pressed(self, *, short: bool) -> None:
+        """Room was taken, or (`short`) could not be had."""
+        ...
+
+    def why_lost(self, record: Record) -> str:
+        """The reason, for counters, why a blob goes that is nowhere else."""
+        ...
+
+
+class OpenGate:
+    """Without an SSD tier there is nothing to decide."""
+
+    coming_bytes = 0
+
+    def waits(self, record: Record) -> bool:
+        """As Gate.waits."""
+        return False
+
+    def may_leave(self, record: Record, *, urgent: bool) -> bool:
+        """As Gate.may_leave."""
+        return True
+
+    def save(self, record: Record) -> None:
+        """As Gate.save."""
+
+    def pressed(self, *, short: bool) -> None:
+        """As Gate.pressed."""
+
+    def why_lost(self, record: Record) -> str:
+        """As Gate.why_lost."""
+        return "no_ssd"
+
 
 class Eviction:
     """Finds victims among what the policy was offered.
 
     `leave` takes a record out of the tree and the policy while its bytes stay;
-    `come_back` undoes that, latest first.
+    `come_back` undoes that, latest first. `offer` offers a record to the policy
+    again, if it may still go.
     """
 
     def __init__(
@@ -28,33 +91,44 @@ class Eviction:
         policy: Policy[Record],
         leave: Callable[[Record], None],
         come_back: Callable[[Record], None],
+        offer: Callable[[Record], None],
     ) -> None:
         self._dram = dram
         self._policy = policy
         self._leave = leave
         self._come_back = come_back
+        self._offer = offer
+        self.gate: Gate = OpenGate()
 
-    def victims(self, nbytes: int) -> list[Record]:
-        """Blobs of `nbytes` in sum, which have left; [] with nothing changed if there are not."""
+    def victims(self, nbytes: int, *, urgent: bool, patient: bool) -> list[Record]:
+        """Blobs of `nbytes` in sum, which have left; [] with nothing changed if there are not.
+
+        What has to be written first is passed over for warmer blobs, unless `patient`:
+        then there are none while enough is being written.
+        """
         chosen: list[Record] = []
+        aside: list[Record] = []
         while nbytes > 0:
-            victim = self._next()
-            if victim is None:
+            n_aside = len(aside)
+            victim = self._next(aside, urgent)
+            waits = patient and len(aside) > n_aside and self.gate.coming_bytes >= nbytes
+            if victim is not None:
+                chosen.append(victim)
+                nbytes -= self._dram.padded(victim.nbytes)
+            if victim is None or waits:
                 self._return(chosen)
-                return []
-            chosen.append(victim)
-            nbytes -= self._dram.padded(victim.nbytes)
+                chosen = []
+                break
+        self._offer_again(aside)
         return chosen
 
-    def victims_in_one_piece(self, nbytes: int) -> list[Record]:
+    def victims_in_one_piece(self, nbytes: int, *, urgent: bool) -> list[Record]:
         """Blobs that, with the free room between them, make one run of `nbytes`; else []."""
         runs = FreeRuns(self._dram.free_runs())
         chosen: list[Record] = []
-        while True:
-            victim = self._next()
-            if victim is None:
-                self._return(chosen)
-                return []
+        aside: list[Record] = []
+        needed: list[Record] = []
+        while (victim := self._next(aside, urgent)) is not None:
             chosen.append(victim)
             if not victim.nbytes:
                 continue
@@ -62,25 +136,40 @@ class Eviction:
             room = Extent(0, victim.dram.offset, self._dram.padded(victim.nbytes))
             run = runs.add(room)
             if run.nbytes >= nbytes:
-                return self._only_needed(chosen, run)
+                needed = _only_needed(chosen, run)
+                break
+        unneeded = set(chosen).difference(needed)
+        self._return([record for record in chosen if record in unneeded])
+        self._offer_again(aside)
+        return needed
 
-    def _next(self) -> Record | None:
-        victim = next(self._policy.victims(), None)
-        if victim is not None:
-            self._leave(victim)
-        return victim
-
-    def _only_needed(self, chosen: list[Record], run: Extent) -> list[Record]:
-        """Those in `run`, and what continues them; the others come back."""
-        needed: set[Record] = set()
-        for record in reversed(chosen):  # ancestors come before what continues them
-            assert record.dram is not None
-            inside = run.offset <= record.dram.offset < run.offset + run.nbytes
-            if (inside and record.nbytes) or record.parent in needed:
-                needed.add(record)
-        self._return([record for record in chosen if record not in needed])
-        return [record for record in chosen if record in needed]
+    def _next(self, aside: list[Record], urgent: bool) -> Record | None:
+        """The coldest that may go, which has left; those passed over are withdrawn to `aside`."""
+        while (victim := next(self._policy.victims(), None)) is not None:
+            if self.gate.may_leave(victim, urgent=urgent):
+                self._leave(victim)
+                return victim
+            self._policy.withdraw(victim)
+            aside.append(victim)
+            if len(aside) >= ASIDE_MAX:
+                break
+        return None
 
     def _return(self, chosen: list[Record]) -> None:
         for record in reversed(chosen):
             self._come_back(record)
+
+    def _offer_again(self, aside: list[Record]) -> None:
+        for record in aside:
+            self._offer(record)
+
+
+def _only_needed(chosen: list[Record], run: Extent) -> list[Record]:
+    """Those in `run`, and what continues them."""
+    needed: set[Record] = set()
+    for record in reversed(chosen):  # ancestors come before what continues them
+        assert record.dram is not None
+        inside = run.offset <= record.dram.offset < run.offset + run.nbytes
+        if (inside and record.nbytes) or record.parent in needed:
+            needed.add(record)
+    return [record for record in chosen if record in needed]

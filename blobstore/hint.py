@@ -42,6 +42,10 @@ class Hint:
         fields = {name: getattr(self, name) for name in _NAMES}
         return {name: value for name, value in fields.items() if value not in ("", None)}
 
+    def over(self, under: Hint) -> Hint:
+        """This hint, with what `under` has for the fields that are not set."""
+        return Hint(**{**under.as_dict(), **self.as_dict()})  # type: ignore[arg-type]
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, object]) -> Hint:
         """The hint in `fields` of a message; InvalidRequest for wrong values.

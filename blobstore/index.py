@@ -20,6 +20,8 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from enum import IntEnum
 
+from xxhash import xxh3_64_intdigest
+
 from blobstore.errors import InvalidRequest, UnknownNamespace
 from blobstore.fill import Fill
 from blobstore.key_order import KeyOrder
@@ -207,11 +209,13 @@ class NamespaceState:
 
     __slots__ = (
         "blobs", "drafts", "dram_bytes", "full_bytes", "id", "layout", "namespace", "order",
-        "ssd_bytes",
+        "seed", "ssd_bytes",
     )  # fmt: skip
 
     def __init__(self, namespace: Namespace) -> None:
         self.id = namespace.id
+        self.seed = int.from_bytes(namespace.id[:8], "little")
+        """Keeps the identities of equal keys in different namespaces apart."""
         self.namespace = namespace
         self.layout: KVLayout = namespace.layout
         self.full_bytes = namespace.layout.nbytes(namespace.tokens_per_blob)
@@ -231,6 +235,11 @@ class NamespaceState:
         return self.layout.nbytes(tokens)
 
 
+def identity(record: Record) -> int:
+    """64 bits that stay with a blob's key and namespace for good, on any node."""
+    return xxh3_64_intdigest(record.key, seed=record.ns.seed)
+
+
 class Index:
     """All namespaces and records of this node."""
 
@@ -241,6 +250,8 @@ class Index:
         self.n_holes = 0
         self.on_stub_gone: Callable[[Record], None] = lambda record: None
         """Called when a blob goes whose row on SSD is a stub."""
+        self.on_discarded: Callable[[Record], None] = lambda record: None
+        """Called when a blob has gone: no tier holds it any more."""
 
     def declare(self, namespace: Namespace) -> NamespaceState:
         """The state of `namespace`, made if new."""
@@ -296,6 +307,7 @@ class Index:
             self.n_holes -= node.hole
             if node.stub:
                 self.on_stub_gone(node)
+            self.on_discarded(node)
             parent = node.parent
             if parent is None or parent.gone:
                 return None

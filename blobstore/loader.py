@@ -3,24 +3,30 @@
 Reads go straight into the arena in megabyte steps on worker threads, and every
 piece is checked against its digest before anyone may see it. A load belongs to
 the store, not to the caller that started it: cancelling the caller strands
-nobody. Used on the event loop only, but for the methods marked as work.
+nobody. What is loaded ahead of its use keeps to a budget, and out of the room
+that is kept for loads which somebody waits for. The copy on SSD stays. Used on
+the event loop only, but for the methods marked as work.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any
 
 from blobstore.counters import Counters
 from blobstore.digest import PIECE_BYTES, first_bad_piece, payload_digest
 from blobstore.errors import Corrupt
 from blobstore.fill import Fill
 from blobstore.index import Record
+from blobstore.rate import Rate
 from blobstore.residency import Residency
+from blobstore.stories import Stories
+from blobstore.tiering.budget import Budget
 from blobstore.tiering.ssd import SsdTier
 from blobstore.tiering.tier import Extent
 
@@ -38,6 +44,8 @@ class _Load:
     record: Record
     place: Extent | bool
     fill: Fill
+    why: str
+    """The reason, for counters, why it is loaded."""
     steps_left: int = 0
     failure: str = ""
 
@@ -56,16 +64,21 @@ class Loader:
         on_corrupt: Callable[[Record], None],
         save: Callable[[Record], None],
         clock: Callable[[], float],
+        stories: Stories,
+        promote_rate: int,
     ) -> None:
         self._ssd = ssd
         self._arena = arena
         self._residency = residency
         self._counters = counters
+        self._stories = stories
         self._pool = pool
         self._lanes = lanes
         self._on_corrupt = on_corrupt
         self._save = save
         self._clock = clock
+        self._ahead = Budget.per_second(promote_rate or None)
+        self._rate = Rate(clock)
         self._tasks: set[asyncio.Task[None]] = set()
         self.bytes_per_s = 1e9
         """Smoothed rate of recent loads, for estimates."""
@@ -78,32 +91,69 @@ class Loader:
         own pin until it has ended. Follow `record.fill`.
         """
         n = len(records)
-        if not self._take(records):
+        if not self._take(records, loading=True):
             n = 0
-            while n < len(records) and self._take(records[n : n + 1]):
+            while n < len(records) and self._take(records[n : n + 1], loading=True):
                 n += 1
-        loads = [self._open(record) for record in records[:n]]
-        if loads:
-            task = asyncio.get_running_loop().create_task(self._run(loads, stream))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        self._start(records[:n], "get", stream=stream)
         return n
+
+    def begin_ahead(self, records: Iterable[Record], make_room: Callable[[Record], bool]) -> int:
+        """As `begin`, for what nobody waits for yet: within the budget, and as puts get room.
+
+        `make_room` may let go of something for a record, and says whether it did; `records`
+        may end sooner then.
+        """
+        taken = []
+        for record in records:
+            if not self._take_ahead(record, make_room):
+                break
+            taken.append(record)
+        self._start(taken, "prefetch", stream=False)
+        return len(taken)
+
+    def stats(self) -> dict[str, Any]:
+        """Gauges by name."""
+        return {"promote_bytes_per_s": self._rate.per_s(), "loads": len(self._tasks)}
 
     async def close(self) -> None:
         """Wait for the loads in flight."""
         while self._tasks:
             await asyncio.wait(self._tasks)
 
-    def _take(self, records: Sequence[Record]) -> bool:
+    def _take(self, records: Sequence[Record], *, loading: bool) -> bool:
         # Bytes that were put aside, or of a load that failed, may still be under a lease.
         assert all(record.dram is None for record in records)
-        return self._residency.take(records, loading=True)
+        return self._residency.take(records, loading=loading)
 
-    def _open(self, record: Record) -> _Load:
+    def _take_ahead(self, record: Record, make_room: Callable[[Record], bool]) -> bool:
+        """Take the budget and the room to load one blob."""
+        why = ""
+        if not self._ahead.take(record.nbytes, self._clock()):
+            why = "budget"
+        else:
+            while not self._take([record], loading=False):
+                if not make_room(record):
+                    self._ahead.give_back(record.nbytes)
+                    why = "no_room"
+                    break
+        if why:
+            self._counters.refused("dram", why, record)
+            self._stories.note(record, "refused dram", why)
+        return not why
+
+    def _start(self, records: Sequence[Record], why: str, *, stream: bool) -> None:
+        loads = [self._open(record, why) for record in records]
+        if loads:
+            task = asyncio.get_running_loop().create_task(self._run(loads, stream))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    def _open(self, record: Record, why: str) -> _Load:
         ends = [*range(PIECE_BYTES, record.nbytes, PIECE_BYTES), record.nbytes]
         record.fill = Fill(ends if record.nbytes else [])
         self._residency.pin(record)
-        return _Load(record, record.ssd, record.fill)
+        return _Load(record, record.ssd, record.fill, why)
 
     async def _run(self, loads: Sequence[_Load], stream: bool) -> None:
         started_s = self._clock()
@@ -179,6 +229,9 @@ class Loader:
             self._residency.show(record)
             self._counters.loaded_blobs += 1
             self._counters.loaded_bytes += record.nbytes
+            self._counters.moved("ssd>dram", load.why, record)
+            self._stories.note(record, "ssd>dram", load.why)
+            self._rate.note(record.nbytes)
             load.fill.finish()
             if record.ssd is False:  # put aside by somebody else meanwhile
                 self._save(record)

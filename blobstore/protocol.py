@@ -26,6 +26,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 """A number, position or id. Never negative: Python would count from the end."""
 
 
+Hints = dict[str, str | int]
+"""What is known of the request behind a call, by name: `Hint.as_dict`."""
+
+
 class Request(msgspec.Struct, array_like=True, gc=False):
     """What a client sends."""
 
@@ -90,6 +94,8 @@ class Keyed(Request):
 class Match(Keyed, tag=4):
     """How many leading keys are held? Never counts as use. Answered by Matched."""
 
+    hint: Hints = {}
+
 
 class Matched(Reply, tag=4):
     """`blobs` leading blobs are held, the first `warm` of them in DRAM.
@@ -113,6 +119,7 @@ class Get(Keyed, tag=5):
     timeout_s: float
     stream: bool = False
     wait_for_writers: bool = False
+    hint: Hints = {}
 
 
 class Leased(Reply, tag=5):
@@ -177,7 +184,7 @@ class Reserve(Keyed, tag=8):
     group: str = ""
     epoch: Count = 0
     parts: list[Count] = []
-    hint: dict[str, str | int] = {}
+    hint: Hints = {}
 
 
 class Reserved(Reply, tag=8):
@@ -245,7 +252,8 @@ class Held(Reply, tag=12):
 class Drop(Keyed, tag=13):
     """Free the blobs and all that continue them; those under a lease when it ends.
 
-    With `tier` "dram" only copies in DRAM of blobs that are on SSD as well.
+    With `tier` "dram" only copies in DRAM of blobs that are on SSD as well; others begin to
+    be written there.
     Answered by Done.
     """
 
@@ -314,6 +322,10 @@ class List(Request, tag=21):
     limit: Count = 1000
 
 
+class Explain(Keyed, tag=22):
+    """Why each blob is where it is. Answered by Report with a list under "blobs"."""
+
+
 class Report(Reply, tag=17):
     """A tree of plain values."""
 
@@ -331,7 +343,7 @@ class Failed(Reply, tag=99):
 AnyRequest = (
     Hello | Ping | Declare | Match | Get | Wait | Release | Reserve | SealParts | Seal | Abort
     | Exists | Drop | Pin | Prefetch | Stat | Stats | Verify | Holding
-    | Namespaces | List
+    | Namespaces | List | Explain
 )  # fmt: skip
 AnyReply = (
     Welcome | Pong | Declared | Matched | Leased | Waited | Done | Reserved | Sealed | Held

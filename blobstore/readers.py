@@ -19,10 +19,15 @@ from blobstore.chains import Chains
 from blobstore.counters import Counters
 from blobstore.errors import Busy, InvalidRequest
 from blobstore.fill import Fill
+from blobstore.hint import Hint
 from blobstore.holder import Holder, Lease
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.loader import Loader
 from blobstore.residency import Residency
+from blobstore.uses import Uses
+
+CHAINS_OF_A_GET_MAX = 64
+"""Of which a use is noted, where keys were put as roots of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +49,7 @@ class Readers:
         residency: Residency,
         loader: Loader | None,
         counters: Counters,
+        uses: Uses,
         clock: Callable[[], float],
         leases_per_holder_max: int,
     ) -> None:
@@ -51,6 +57,7 @@ class Readers:
         self._residency = residency
         self._loader = loader
         self._counters = counters
+        self._uses = uses
         self._clock = clock
         self._leases_per_holder_max = leases_per_holder_max
         self._chains = Chains(lambda: residency.departures)
@@ -67,6 +74,7 @@ class Readers:
         timeout_s: float,
         stream: bool = False,
         wait_for_writers: bool = False,
+        hint: Hint | None = None,
     ) -> Found | Awaitable[Found]:
         """Lease the leading blobs: at once if all are in DRAM, else once they are or time is up.
 
@@ -87,11 +95,12 @@ class Readers:
                     before * ns.full_bytes + leaf.nbytes,
                     before * ns.namespace.tokens_per_blob + leaf.tokens,
                 )
+                self._uses.got(leaf, n, n, hint)
                 lease_id = self._lease(holder, [leaf], [])
                 self._residency.pin(leaf)
                 return Found(lease_id, extents, "", {"dram": n})
         return self._get_slowly(
-            holder, ns, keys, key_bytes, self._clock() + timeout_s, stream, wait_for_writers
+            holder, ns, keys, key_bytes, self._clock() + timeout_s, stream, wait_for_writers, hint
         )
 
     async def wait(
@@ -131,7 +140,11 @@ class Readers:
         items = self._items(ns, keys, key_bytes, wait_for_writers=False)
         for record in items:
             self._residency.pin(record)
-        started = self._begin(items, stream=False)
+        started = 0
+        if self._loader is not None:
+            started = self._loader.begin_ahead(
+                filter(_is_cold, items), lambda record: self._let_go(items, items.index(record))
+            )
         for record in items:
             self._residency.unpin(record)
         return started
@@ -145,6 +158,7 @@ class Readers:
         deadline_s: float,
         stream: bool,
         wait_for_writers: bool,
+        hint: Hint | None,
     ) -> Found:
         n_asked = len(keys) // key_bytes
         items = self._items(ns, keys, key_bytes, wait_for_writers=wait_for_writers)
@@ -160,6 +174,7 @@ class Readers:
                 reason = why or "no_room"
             leading, origins = items[:n], origins[:n]
             self._count(leading, origins, n_asked - n, reason)
+            self._note_use(leading, n_asked, hint)
             unsealed = any(not record.packed for record in leading)
             pins = list(leading) if unsealed else _pins(leading)
             for record in pins:
@@ -169,6 +184,14 @@ class Readers:
         finally:
             for record in items:
                 self._residency.unpin(record)
+
+    def _note_use(self, leading: Sequence[Record], n_asked: int, hint: Hint | None) -> None:
+        """Note a use of each chain that `leading` is made of: mostly one."""
+        ends = _pins(leading)[-CHAINS_OF_A_GET_MAX:]
+        for end in ends[:-1]:
+            self._uses.got(end, end.depth, end.depth, hint)
+        if ends:
+            self._uses.got(ends[-1], len(leading), n_asked, hint)
 
     def _items(
         self, ns: NamespaceState, keys: bytes, key_bytes: int, *, wait_for_writers: bool
@@ -212,22 +235,19 @@ class Readers:
         cold = [record for record in items if _is_cold(record)]
         return not cold or self._loader.begin(cold, stream=stream) == len(cold)
 
-    def _begin(self, items: list[Record], *, stream: bool) -> int:
-        """Start to load what is on SSD alone, as far as there is room; how many found some.
+    def _begin(self, items: list[Record], *, stream: bool) -> None:
+        """Start to load what is on SSD alone, as far as there is room.
 
         `items` are pinned. If room is short they are cut and unpinned from the end, so
         that a chain's end does not keep its head out.
         """
-        started = 0
         while self._loader is not None:
             cold = [record for record in items if _is_cold(record)]
             n = self._loader.begin(cold, stream=stream) if cold else 0
-            started += n
             if n == len(cold) or self._residency.wiping_bytes:
                 break
             if not self._let_go(items, items.index(cold[n])):
                 break
-        return started
 
     def _let_go(self, items: list[Record], short: int) -> bool:
         """Cut off the end of `items` that holds as much as is missing from `short` on; if any."""

@@ -9,13 +9,14 @@ event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 
 from blobstore.counters import Counters
 from blobstore.errors import Full
-from blobstore.eviction import Eviction
+from blobstore.eviction import Eviction, Gate
 from blobstore.index import Index, Record, Retention
+from blobstore.stories import Stories
 from blobstore.tiering.dram import DramTier
 from blobstore.tiering.policy import Policy
 from blobstore.tiering.tier import Extent
@@ -26,6 +27,9 @@ WAITERS_MAX = 1024
 
 WIPE_INLINE_BYTES = 256 << 10
 """Zeroing this much takes less time than handing it to a thread."""
+
+PATIENCE_S = 0.25
+"""How long a put waits for cold blobs to be written to SSD before warmer ones go instead."""
 
 
 class Residency:
@@ -39,6 +43,7 @@ class Residency:
         counters: Counters,
         pool: Executor,
         clock: Callable[[], float],
+        stories: Stories,
     ) -> None:
         self._dram = dram
         self._policy = policy
@@ -46,7 +51,10 @@ class Residency:
         self._counters = counters
         self._pool = pool
         self._clock = clock
-        self._eviction = Eviction(dram, policy, self._leave_tree, self._rejoin_tree)
+        self._stories = stories
+        self._eviction = Eviction(
+            dram, policy, self._leave_tree, self._rejoin_tree, self._offer_quietly
+        )
         self._turns = Turns(clock, WAITERS_MAX)
         self._load_turns = Turns(clock, WAITERS_MAX)
         self._wipes: set[asyncio.Future[None]] = set()
@@ -55,6 +63,8 @@ class Residency:
         self.pinned_bytes = 0
         self.departures = 0
         """Blobs that have ceased to be readable here so far."""
+        self.expelled_bytes = 0
+        """Evicted so far, in whole pages."""
         self.dirty_bytes: Callable[[], int] = lambda: 0
         """How much may leave once it has been written to SSD."""
         self.on_settled: Callable[[Record], None] = lambda record: None
@@ -65,9 +75,37 @@ class Residency:
         """Called whenever a record's time of last use has changed."""
 
     @property
+    def gate(self) -> Gate:
+        """Who decides about blobs that are in DRAM alone."""
+        return self._eviction.gate
+
+    @gate.setter
+    def gate(self, gate: Gate) -> None:
+        self._eviction.gate = gate
+
+    @property
+    def capacity_bytes(self) -> int:
+        """What DRAM holds."""
+        return self._dram.capacity_bytes
+
+    @property
+    def free_bytes(self) -> int:
+        """What puts can have at once, or once it is wiped."""
+        return self._dram.available_bytes() + self.wiping_bytes
+
+    def padded(self, nbytes: int) -> int:
+        """What `nbytes` take up here."""
+        return self._dram.padded(nbytes)
+
+    @property
     def waiting(self) -> int:
         """Reservations that wait for room."""
         return len(self._turns)
+
+    @property
+    def put_waits(self) -> int:
+        """Puts that have had to wait for room so far."""
+        return self._turns.waited
 
     @property
     def expects_room(self) -> bool:
@@ -117,19 +155,34 @@ class Residency:
     def show(self, record: Record) -> None:
         """Make the bytes in the record's extent readable; a hole is none any more."""
         assert record.dram is not None
+        if not record.packed:
+            self._policy.enter(record, record.nbytes)
         record.show_in_dram(record.dram)
         self._index.mend(record)
         if not record.counted:
             self._count(record)
 
-    def hide(self, record: Record) -> None:
+    def hide(self, record: Record, why: str = "corrupt") -> None:
         """Give the bytes in DRAM to nobody any more; those who have them keep them."""
+        if record.packed:
+            self.unlist(record)
+            self._counters.moved("dram>none", why, record)
+            self._stories.note(record, "dram>none", why)
         record.hide_in_dram()
         self.departures += 1
         self.on_hidden(record)
 
-    def take(self, records: Sequence[Record], *, loading: bool) -> bool:
+    def unlist(self, record: Record) -> None:
+        """A blob leaves, or was dropped while somebody reads it: it is none of the policy's now."""
+        if record.packed and record.counted:  # else it has left the tree, and the policy with it
+            self._policy.withdraw(record)
+            self._policy.leave(record)
+
+    def take(self, records: Sequence[Record], *, loading: bool, patient: bool = False) -> bool:
         """Give every record an extent, evicting if need be; all or none.
+
+        Cold blobs that have to be written to SSD first are passed over for warmer ones,
+        unless `patient`.
 
         False leaves everything as it was, but where free room lies in pieces
         (cold blobs may have left for the first few records) or is being wiped
@@ -137,10 +190,11 @@ class Residency:
         """
         wanted = sum(self._dram.padded(record.nbytes) for record in records)
         while wanted and (short := self._short(wanted, loading)) > 0:
-            victims = self._eviction.victims(short)
+            victims = self._eviction.victims(short, urgent=loading, patient=patient)
             self._expel(victims)
             # Looking for victims may have freed what was put aside.
             if not victims and self._short(wanted, loading) >= short:
+                self.gate.pressed(short=True)
                 return False
         taken: list[Record] = []
         for record in records:
@@ -150,6 +204,7 @@ class Residency:
                 return False
             record.dram = extent
             taken.append(record)
+        self.gate.pressed(short=False)
         return True
 
     async def take_or_wait(self, records: Sequence[Record], deadline_s: float) -> str:
@@ -161,16 +216,36 @@ class Residency:
         if wanted > self._dram.room_for_puts_bytes:
             return "too_large"
 
-        def attempt() -> bool:
-            return self.take(records, loading=False)
-
-        if await self._turns.wait(attempt, deadline_s):
+        if await self._take_in_turn(records, deadline_s):
             return ""
         if self.wiping_bytes:
             await self.wiped()
-            if await self._turns.wait(attempt, deadline_s):
+            if await self._take_in_turn(records, deadline_s):
                 return ""
         return "full"
+
+    async def _take_in_turn(self, records: Sequence[Record], deadline_s: float) -> bool:
+        """`take` when it is one's turn; patient at first, while there is time."""
+        patient_until_s = min(self._clock() + PATIENCE_S, deadline_s)
+        timer: asyncio.TimerHandle | None = None
+
+        def attempt() -> bool:
+            nonlocal timer
+            patient = self._clock() < patient_until_s
+            taken = self.take(records, loading=False, patient=patient)
+            if patient and not taken and timer is None:
+                loop = asyncio.get_running_loop()
+                timer = loop.call_later(PATIENCE_S, self._turns.notify)
+            return taken
+
+        try:
+            if await self._turns.wait(attempt, deadline_s):
+                return True
+        finally:
+            if timer is not None:
+                timer.cancel()
+        # Time is up, and it was patient to the end.
+        return timer is not None and not self._turns and self.take(records, loading=False)
 
     async def take_staging(self, record: Record) -> bool:
         """`take` for one record of the store's own, which waits for nothing but wipes."""
@@ -222,12 +297,30 @@ class Residency:
         self.show(to)
 
     def demote(self, record: Record) -> bool:
-        """Free the DRAM bytes of a blob that is on SSD too, if nothing holds them."""
-        if record.ssd is False or not self._evictable(record):
+        """Free the DRAM bytes of a blob that is on SSD too, if nothing holds them.
+
+        One that is not is written, so that they may be freed later.
+        """
+        if record.ssd is False:
+            self.gate.save(record)
+            return False
+        if not self._evictable(record):
             return False
         self._leave_tree(record)
-        self._expel([record])
+        self._expel([record], "asked")
         return True
+
+    def coldest(self) -> Iterator[Record]:
+        """Blobs whose turn to leave comes first, roughly in order, what they bare included.
+
+        What changes while it runs may show or not.
+        """
+        left: dict[Record, int] = {}
+        for leaf in self._policy.victims():
+            node: Record | None = leaf
+            while node is not None:
+                yield node
+                node = self._bared_by(node, left)
 
     def _short(self, wanted: int, loading: bool) -> int:
         return wanted - self._dram.available_bytes(staging=loading) - self.wiping_bytes
@@ -237,16 +330,21 @@ class Residency:
             record.last_used = now_s
             self.on_used(record)
 
-    def _settle(self, record: Record) -> Record | None:
-        """Settle one record; its parent, if that is the next to settle."""
+    def _settle(self, record: Record, *, quiet: bool = False) -> Record | None:
+        """Settle one record; its parent, if that is the next to settle.
+
+        `quiet` while somebody looks for victims: two who wait for room would wake each
+        other for ever.
+        """
         parent = None
         if self._useless(record):
             self._policy.withdraw(record)
-            self.hide(record)
+            self.hide(record, "asked")
             parent = self._free(record)
         elif self._evictable(record):
             self._policy.offer(record, record.last_used, record.nbytes)
-            self.notify()
+            if not quiet:
+                self.notify()
         else:
             self._policy.withdraw(record)
         if not record.gone:
@@ -267,30 +365,45 @@ class Residency:
             and not record.dram_children
             and not record.dirty
             and record.fill is None
-            and (record.ssd is not False or _may_be_lost(record))
+            and (record.ssd is not False or may_be_lost(record) or self.gate.waits(record))
         )
+
+    def _offer_quietly(self, record: Record) -> None:
+        self._settle(record, quiet=True)
 
     def _leave_tree(self, record: Record) -> None:
         self._policy.withdraw(record)
+        self._policy.leave(record)
         if record.ssd is False and record.parent is not None:
             record.parent.disown(record)
         parent = self._uncount(record)
         if parent is not None:
-            self.settle(parent)
+            self._settle(parent, quiet=True)
 
     def _rejoin_tree(self, record: Record) -> None:
         if record.ssd is False and record.parent is not None:
             record.parent.adopt(record)
         self._count(record)
-        self.settle(record)
+        self._policy.enter(record, record.nbytes)
+        self._settle(record, quiet=True)
         if record.parent is not None:
-            self.settle(record.parent)
+            self._settle(record.parent, quiet=True)
 
-    def _expel(self, victims: Sequence[Record]) -> None:
+    def _bared_by(self, node: Record, left: dict[Record, int]) -> Record | None:
+        """The parent, if it may leave too once `node` and its siblings in `left` have left."""
+        parent = node.parent
+        if parent is None:
+            return None
+        left[parent] = left.get(parent, parent.dram_children) - 1
+        busy = parent.gone or parent.pins or parent.dirty or parent.fill is not None
+        return None if left[parent] or busy or not parent.packed else parent
+
+    def _expel(self, victims: Sequence[Record], why: str = "") -> None:
         """Free the bytes of blobs that left the tree; those that are nowhere else are dropped."""
         for record in victims:
             self._policy.withdraw(record)  # its child's going may have offered it again
-            self.hide(record)
+            self.expelled_bytes += self._dram.padded(record.nbytes)
+            self.hide(record, why or self._why_expelled(record))
             self._free(record)
             if record.ssd is not False:
                 self._counters.demoted += 1
@@ -300,6 +413,13 @@ class Residency:
             above = self._index.discard(record)
             if above is not None:
                 self.settle(above)
+
+    def _why_expelled(self, record: Record) -> str:
+        if record.ssd is not False:
+            return "kept_on_ssd"
+        if record.retention is Retention.VOLATILE:
+            return "volatile"
+        return "unsaved" if record.unsaved else self.gate.why_lost(record)
 
     def _untake(self, records: Sequence[Record]) -> None:
         for record in records:
@@ -314,7 +434,8 @@ class Residency:
             if self.wiping_bytes:
                 return None
         # Enough in total, but not in one piece.
-        victims = self._eviction.victims_in_one_piece(self._dram.padded(nbytes))
+        padded = self._dram.padded(nbytes)
+        victims = self._eviction.victims_in_one_piece(padded, urgent=loading)
         if not victims:
             return None
         self._expel(victims)
@@ -374,7 +495,7 @@ class Residency:
         return None if parent.dram_children else parent
 
 
-def _may_be_lost(record: Record) -> bool:
+def may_be_lost(record: Record) -> bool:
     """Nobody was promised to find a blob whose only copy is in DRAM."""
     durable = record.retention is Retention.DURABLE
     return not (record.has_children or record.heirs or durable)

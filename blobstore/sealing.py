@@ -19,6 +19,7 @@ from blobstore.drafts import Answer, Draft, Drafts
 from blobstore.fill import Fill
 from blobstore.index import Index, Record, Retention
 from blobstore.residency import Residency
+from blobstore.stories import Stories
 from blobstore.writeback import Writeback
 
 INLINE_DIGEST_BYTES = 256 << 10
@@ -41,6 +42,7 @@ class Sealing:
         pool: Executor,
         lanes: int,
         clock: Callable[[], float],
+        stories: Stories,
     ) -> None:
         self._index = index
         self._residency = residency
@@ -50,6 +52,7 @@ class Sealing:
         self._pool = pool
         self._lanes = lanes
         self._clock = clock
+        self._stories = stories
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def seal(self, drafts: Sequence[Draft]) -> None:
@@ -211,6 +214,7 @@ class Sealing:
         return ("stored", ""), hole
 
     def _after_publish(self, record: Record) -> None:
+        self._stories.note(record, "put")
         self._residency.settle(record)
         if record.parent is not None:
             self._residency.settle(record.parent)

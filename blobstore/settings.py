@@ -6,13 +6,19 @@ them into these numbers. The store reads nothing else.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from blobstore.errors import InvalidRequest
 from blobstore.units import MIB, format_size
 
 HUGE_PAGES = ("off", "auto", "require")
+
+OWN_POLICY = "ours"
+"""The order that is learned from this node's own past."""
+POLICIES = (OWN_POLICY, "lru", "fifo", "lfu", "lfuda", "lru2", "arc", "s3fifo", "wtinylfu", "gdsf")
+OBJECTIVES = ("tokens", "cost")
 
 _POSITIVE = (
     "dram_bytes",
@@ -22,6 +28,49 @@ _POSITIVE = (
     "max_clients",
 )
 _NOT_NEGATIVE = ("staging_bytes", "ssd_bytes", "lent_bytes_max", "scratch_bytes")
+
+
+@dataclass(frozen=True, slots=True)
+class TieringSettings:
+    """What decides where blobs are kept, and how fast they may move. Limits of 0 are none.
+
+    Raises InvalidRequest for values that contradict each other.
+    """
+
+    policy: str = OWN_POLICY
+    """One of POLICIES."""
+    objective: Literal["tokens", "cost"] = "tokens"
+    """What a hit is worth: its tokens, or the cost of prefilling them, which grows with
+    their position."""
+    dram_low: float = 1 / 16
+    """The share of DRAM that is free or may leave at once below which blobs are moved out."""
+    dram_high: float = 1 / 8
+    """The share at which that ends."""
+    ssd_spare: float = 0.05
+    """The share of SSD beyond which only what is worth it is written there."""
+    ssd_writes_per_day: int = 0
+    """Bytes that SSD may take in a day: the disk's endurance."""
+    demote_rate: int = 0
+    """Bytes per second on their way from DRAM to SSD."""
+    promote_rate: int = 0
+    """Bytes per second that are loaded ahead of their use; loads for a get have no limit."""
+
+    def __post_init__(self) -> None:
+        for name, known in (("policy", POLICIES), ("objective", OBJECTIVES)):
+            if getattr(self, name) not in known:
+                raise InvalidRequest(
+                    f"{name} must be one of {', '.join(known)}, found {getattr(self, name)!r}"
+                )
+        for name in ("ssd_writes_per_day", "demote_rate", "promote_rate"):
+            if getattr(self, name) < 0:
+                raise InvalidRequest(f"{name} must be at least 0, found {getattr(self, name)}")
+        if not 0 < self.dram_low < self.dram_high < 1:
+            raise InvalidRequest(
+                "dram_low must be above 0 and below dram_high, which is below 1; found "
+                f"{self.dram_low} and {self.dram_high}"
+            )
+        if not 0 <= self.ssd_spare < 1:
+            raise InvalidRequest(f"ssd_spare must be from 0 to below 1, found {self.ssd_spare}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +102,8 @@ class StoreSettings:
     """"off", "auto" (use them where offered) or "require"."""
     scratch_bytes: int = 0
     """Memory that may be taken for a moment while the arena is allocated."""
+    tiering: TieringSettings = field(default_factory=TieringSettings)
+    """Where blobs are kept, and how fast they may move."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

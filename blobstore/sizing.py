@@ -6,11 +6,13 @@ is refused here: before anything is allocated, with both numbers.
 
 from __future__ import annotations
 
+from dataclasses import asdict
+
 from blobstore import host
 from blobstore.config import Config
 from blobstore.config_values import AUTO
 from blobstore.errors import NotEnough
-from blobstore.settings import StoreSettings
+from blobstore.settings import StoreSettings, TieringSettings
 from blobstore.units import GIB, MIB, format_size
 
 DRAM_SHARE = 0.6
@@ -50,6 +52,7 @@ def settings_for(config: Config) -> StoreSettings:
         scratch_bytes=min(
             max(memory.room_bytes - dram, 0) // 2, SCRATCH_SHARE_MAX * dram, SCRATCH_BYTES_MAX
         ),
+        tiering=TieringSettings(**asdict(config.tiering)),
     )
 
 

@@ -6,13 +6,14 @@ leaves the index with its copy here. Used on the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from blobstore.committer import Committer
 from blobstore.counters import Counters
 from blobstore.errors import Full
 from blobstore.index import Index, Record, Retention
 from blobstore.residency import Residency
+from blobstore.stories import Stories
 from blobstore.tiering.placement import blocks_of
 from blobstore.tiering.policy import Policy
 from blobstore.tiering.ssd import SsdTier
@@ -35,6 +36,7 @@ class SsdRoom:
         residency: Residency,
         policy: Policy[Record],
         counters: Counters,
+        stories: Stories,
     ) -> None:
         self._ssd = ssd
         self._committer = committer
@@ -42,6 +44,15 @@ class SsdRoom:
         self._residency = residency
         self._policy = policy
         self._counters = counters
+        self._stories = stories
+        self.on_evicted: Callable[[Record], None] = lambda record: None
+        """Called for each blob that had to leave."""
+        self.ahead_bytes = min(ssd.capacity_bytes // 16, AHEAD_BYTES_MAX)
+        """Kept free for the next writes."""
+
+    def enter(self, record: Record) -> None:
+        """The record has a copy on SSD from now on. The caller settles it."""
+        self._policy.enter(record, record.nbytes)
 
     def settle(self, record: Record) -> None:
         """Bring the record's standing in the order of eviction up to date."""
@@ -52,16 +63,16 @@ class SsdRoom:
         else:
             self._policy.offer(record, record.last_used, record.nbytes)
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: Record, why: str) -> None:
         """Give up the copy on SSD, if there is one. The caller settles the record."""
         if record.ssd is not False:
-            self._policy.withdraw(record)
+            self._leave(record, why)
             self._committer.remove(record)
 
     def hollow(self, record: Record) -> None:
         """Give up the copy on SSD, if there is one, but not the row. The caller settles."""
         if record.ssd is not False:
-            self._policy.withdraw(record)
+            self._leave(record, "corrupt")
             self._committer.hollow(record)
 
     async def take(self, nbytes: int) -> Extent:
@@ -107,13 +118,19 @@ class SsdRoom:
             turn = sorted(bared, key=lambda record: record.last_used)
 
     def _shed_ahead(self, nbytes: int) -> None:
-        ahead_bytes = min(self._ssd.capacity_bytes // 16, AHEAD_BYTES_MAX)
-        if self._ssd.free_bytes + self._committer.leaving_bytes < ahead_bytes:
+        if self._ssd.free_bytes + self._committer.leaving_bytes < self.ahead_bytes:
             self.shed(nbytes)
+
+    def _leave(self, record: Record, why: str) -> None:
+        self._policy.withdraw(record)
+        self._policy.leave(record)
+        self._counters.moved("ssd>none", why, record)
+        self._stories.note(record, "ssd>none", why)
 
     def _evict(self, record: Record) -> None:
         self._counters.ssd_evicted += 1
-        self.remove(record)
+        self.remove(record, "room")
+        self.on_evicted(record)
         above = record if record.packed else self._index.discard(record)
         if above is not None:
             self._residency.settle(above)

@@ -11,32 +11,41 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from typing import Any
 
-from blobstore import listing
+from blobstore import gauges, listing
 from blobstore.adoption import adopt_rows
+from blobstore.client_pins import ClientPins
 from blobstore.counters import Counters
 from blobstore.drafts import Drafts
 from blobstore.errors import BlobStoreError, Busy, InvalidRequest
+from blobstore.explanation import explained
+from blobstore.hint import Hint
 from blobstore.holder import Holder
-from blobstore.index import Index, NamespaceState, Record
+from blobstore.index import Index, NamespaceState, Record, identity
 from blobstore.loader import Loader
 from blobstore.namespace import Namespace
+from blobstore.pools import HASH_LANES, Pools
 from blobstore.protocol import KEYS_MAX
 from blobstore.readers import Found, Readers
 from blobstore.residency import WAITERS_MAX, Residency
 from blobstore.scrub import Scrub
 from blobstore.sealing import Sealing
+from blobstore.sessions import Sessions
 from blobstore.settings import StoreSettings
+from blobstore.stories import Stories
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.disk import Disk
 from blobstore.tiering.dram import DramTier
-from blobstore.tiering.lru import LeafLru
+from blobstore.tiering.plan import Plan, PlanSettings, make_plan
+from blobstore.tiering.policy import Terms
 from blobstore.tiering.ssd import SsdTier
 from blobstore.turns import Turns
+from blobstore.uses import Uses
 from blobstore.writeback import Writeback
 from blobstore.writers import Writers
 
@@ -44,9 +53,10 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 MAINTAIN_S = 60.0
-HASH_LANES = 2
 KEY_BYTES = range(8, 65)
 NAMESPACES_MAX = 100_000
+MODEL_NAME = "model"
+"""Of the file of what the plan has learned."""
 
 
 def _wall_clock() -> float:
@@ -72,64 +82,74 @@ class Store:
         self.settings = settings
         self.arena = arena
         self.boot_id = secrets.randbits(63) | 1
-        self.counters = Counters()
+        self.counters = Counters(clock=clock)
+        self.stories = Stories(clock)
+        self.sessions = Sessions()
         self.index = Index()
         self._clock = clock
         self._wall_clock = wall_clock
         self._ssd = ssd
         self._dram = DramTier(arena, staging_bytes=settings.staging_quota_bytes)
-        lanes = settings.io_threads
-        self._read_pool = threads(lanes, "read")
-        self._write_pool = threads(lanes, "write")
-        self._hash_pool = threads(HASH_LANES, "hash")
-        self._sync_pool = threads(lanes, "sync")
-        self._commit_pool = threads(1, "commit")
-        self._trim_pool = threads(1, "trim")
-        self._pools = [
-            self._read_pool, self._write_pool, self._hash_pool,
-            self._sync_pool, self._commit_pool, self._trim_pool,
-        ]  # fmt: skip
+        self._pools = pools = Pools.of(threads, settings.io_threads)
+        self.plan = _make_plan(settings, self._dram, ssd)
+        self.index.on_discarded = self._forget
+        self.uses = Uses(
+            self.plan.use, self.sessions, self.counters.ages.reused, clock,
+            asyncio.get_running_loop().call_later,
+        )  # fmt: skip
         self.residency = Residency(
-            self._dram, LeafLru(), self.index, self.counters, self._hash_pool, clock
-        )
+            self._dram, self.plan.dram, self.index, self.counters, pools.hash, clock,
+            self.stories,
+        )  # fmt: skip
+        self.pins = ClientPins(self.residency, clock)
         self._loader: Loader | None = None
         self._writeback: Writeback | None = None
         if ssd is not None:
-            self._writeback = Writeback(
-                ssd, arena.view, self.residency, self.index, LeafLru(), self.counters,
-                self._write_pool, self._sync_pool, self._commit_pool, self._trim_pool, lanes,
-                self._quarantine_dram, clock, lambda: wall_clock() - clock(),
-            )  # fmt: skip
-            self._loader = Loader(
-                ssd, arena.view, self.residency, self.counters, self._read_pool, lanes,
-                self._quarantine, self._writeback.save, clock,
-            )  # fmt: skip
-            writeback = self._writeback
-            self.residency.dirty_bytes = lambda: writeback.dirty_bytes
-            self.residency.on_settled = writeback.settle
-            self.residency.on_used = writeback.note_use
+            self._connect(ssd)
         self._readers = Readers(
-            self.index, self.residency, self._loader, self.counters, clock,
+            self.index, self.residency, self._loader, self.counters, self.uses, clock,
             settings.max_leases_per_client,
         )  # fmt: skip
         drafts = Drafts(self.residency, clock, settings.reservation_ttl_s)
         self._sealing = Sealing(
-            self.index, self.residency, drafts, self._writeback, arena.view, self._hash_pool,
-            HASH_LANES, clock,
+            self.index, self.residency, drafts, self._writeback, arena.view, pools.hash,
+            HASH_LANES, clock, self.stories,
         )  # fmt: skip
         self._writers = Writers(
-            self.residency, drafts, self._sealing, self._writeback, self.counters, clock,
+            self.residency, drafts, self._sealing, self._writeback, self.counters, self.uses, clock,
             settings.lent_quota_bytes,
         )  # fmt: skip
         self._scrub = Scrub(
             ssd, arena.view, self.index, self.residency, self._quarantine, self._quarantine_dram,
-            self._read_pool, clock,
+            pools.read, clock,
         )  # fmt: skip
         self._holders: dict[object, Holder] = {}
-        self._pinned_until: dict[Record, float] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._maintain_at_s = clock() + MAINTAIN_S
         self._started_s = clock()
+
+    def _connect(self, ssd: SsdTier) -> None:
+        """Let blobs move between DRAM and `ssd`."""
+        settings, pools, clock = self.settings, self._pools, self._clock
+        assert self.plan.ssd is not None
+        self._writeback = writeback = Writeback(
+            ssd, self.arena.view, self.residency, self.index, self.plan.ssd, self.counters,
+            pools.write, pools.sync, pools.commit, pools.trim, settings.io_threads,
+            self._quarantine_dram, clock, self._wall_offset_s,
+            stories=self.stories, admission=self.plan.admission, settings=settings.tiering,
+        )  # fmt: skip
+        self._loader = Loader(
+            ssd, self.arena.view, self.residency, self.counters, pools.read, settings.io_threads,
+            self._quarantine, writeback.save, clock,
+            stories=self.stories, promote_rate=settings.tiering.promote_rate,
+        )  # fmt: skip
+        self.residency.dirty_bytes = lambda: writeback.dirty_bytes
+        self.residency.on_settled = writeback.settle
+        self.residency.on_used = writeback.note_use
+
+    def _wall_offset_s(self) -> float:
+        """The wall clock's reading less that of the store's clock."""
+        return self._wall_clock() - self._clock()
 
     @classmethod
     async def open(
@@ -160,6 +180,10 @@ class Store:
             arena = await loop.run_in_executor(None, lambda: _make_arena(settings))
             undo.callback(arena.close)
             store = cls(settings, arena, ssd, clock, wall_clock, threads)
+            if ssd is not None:
+                offset_s = store._wall_offset_s()
+                load = partial(store.sessions.load, settings.data_dir, clock(), offset_s)
+                await loop.run_in_executor(None, load)
             store._adopt()
             undo.pop_all()
         if store._writeback is not None:
@@ -181,6 +205,10 @@ class Store:
             await self._writeback.close(drain_s)
         await self.residency.wiped()
         loop = asyncio.get_running_loop()
+        self.uses.close()
+        for work in (self._unsaved_sessions(), self.plan.close):
+            if work is not None:
+                await loop.run_in_executor(None, work)
         for pool in self._pools:
             await loop.run_in_executor(None, pool.shutdown)
         if self._ssd is not None:
@@ -226,12 +254,14 @@ class Store:
             if self._ssd is not None:
                 work = asyncio.get_running_loop().run_in_executor
                 try:
-                    await work(self._write_pool, self._ssd.declare, namespace.id, encoded)
+                    await work(self._pools.write, self._ssd.declare, namespace.id, encoded)
                 except BlobStoreError as error:
                     log.warning("a namespace is not on disk yet: %s", str(error))
         return namespace.id
 
-    def match(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> tuple[int, int, float]:
+    def match(
+        self, namespace_id: bytes, keys: bytes, key_bytes: int, *, hint: Hint | None = None
+    ) -> tuple[int, int, float]:
         """Leading blobs held, how many of them in DRAM, seconds to have them all there."""
         state = self._checked(namespace_id, keys, key_bytes)
         self.counters.matches += 1
@@ -240,6 +270,10 @@ class Store:
         eta_s = 0.0
         if warm < n and self._loader is not None:
             eta_s = (n - warm) * state.full_bytes / self._loader.bytes_per_s
+        n_missed = len(keys) // key_bytes - n
+        if n and (n_missed or hint is not None):
+            leaf = state.blobs[keys[(n - 1) * key_bytes : n * key_bytes]]
+            self.uses.matched(leaf, n_missed, hint)
         return n, warm, eta_s
 
     def get(
@@ -252,12 +286,13 @@ class Store:
         timeout_s: float,
         stream: bool = False,
         wait_for_writers: bool = False,
+        hint: Hint | None = None,
     ) -> Found | Awaitable[Found]:
         """Lease the leading blobs (see Readers.get)."""
         state = self._checked(namespace_id, keys, key_bytes)
         return self._readers.get(
             holder, state, keys, key_bytes,
-            timeout_s=timeout_s, stream=stream, wait_for_writers=wait_for_writers,
+            timeout_s=timeout_s, stream=stream, wait_for_writers=wait_for_writers, hint=hint,
         )  # fmt: skip
 
     @property
@@ -269,6 +304,11 @@ class Store:
     def writers(self) -> Writers:
         """Reservations."""
         return self._writers
+
+    @property
+    def holders(self) -> Collection[Holder]:
+        """The processes that are attached."""
+        return self._holders.values()
 
     def state(self, namespace_id: bytes) -> NamespaceState:
         """The declared namespace with this id; UnknownNamespace otherwise."""
@@ -289,8 +329,9 @@ class Store:
     def drop(self, namespace_id: bytes, keys: bytes, key_bytes: int, tier: str = "") -> int:
         """Free the blobs and all that continue them (those under a lease when it ends).
 
-        With `tier` "dram", only DRAM copies of blobs that are on SSD too. How
-        many blobs it took effect on.
+        With `tier` "dram", only DRAM copies of blobs that are on SSD too; those that wait in
+        DRAM to be written there are written now, and leave when they are named again. How many
+        blobs it took effect on.
         """
         blobs = self._checked(namespace_id, keys, key_bytes).blobs
         if tier not in ("", "dram"):
@@ -310,11 +351,9 @@ class Store:
         found = [r for key in _split(keys, key_bytes) if (r := blobs.get(key)) and r.held]
         for record in found:
             if ttl_s > 0:
-                if record not in self._pinned_until:
-                    self.residency.pin(record)
-                self._pinned_until[record] = self._clock() + ttl_s
-            elif self._pinned_until.pop(record, None) is not None:
-                self.residency.unpin(record, used=False)
+                self.pins.pin(record, ttl_s)
+            else:
+                self.pins.unpin(record)
         return len(found)
 
     def prefetch(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> int:
@@ -330,6 +369,23 @@ class Store:
             listing.blob_facts(record, now_s) if (record := blobs.get(key)) is not None else {}
             for key in _split(keys, key_bytes)
         ]
+
+    def explain(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> list[dict[str, Any]]:
+        """Why each blob is where it is, for people; {} where nothing is known."""
+        blobs = self._checked(namespace_id, keys, key_bytes).blobs
+        now_s = self._clock()
+        self.uses.drain()
+        answers = []
+        for key in _split(keys, key_bytes):
+            record = blobs.get(key)
+            session = self.sessions.facts_of(record, now_s) if record is not None else {}
+            standing = self._writeback.mover.standing(record) if record and self._writeback else {}
+            answers.append(
+                explained(
+                    namespace_id, key, record, now_s, self.stories, self.plan, session, standing
+                )
+            )
+        return answers
 
     def list_namespaces(
         self, after: bytes = b"", limit: int = NAMESPACES_MAX
@@ -357,9 +413,9 @@ class Store:
     def stats(self) -> dict[str, Any]:
         """Counters and gauges, as plain values."""
         records = self.index.count()
-        tiers = {"dram": self._dram_gauges()}
+        tiers = {"dram": gauges.of_dram(self._dram, self.settings)}
         if self._ssd is not None:
-            tiers["ssd"] = self._ssd_gauges(self._ssd)
+            tiers["ssd"] = gauges.of_ssd(self._ssd, self._writeback)
         return {
             "boot_id": self.boot_id,
             "uptime_s": self._clock() - self._started_s,
@@ -371,49 +427,34 @@ class Store:
             "reservations": self._writers.count,
             "waiting_for_room": self.residency.waiting,
             "pinned_bytes": self.residency.pinned_bytes,
+            "pinned_by_clients": {"blobs": len(self.pins), "bytes": self.pins.nbytes},
             "lent_bytes": sum(holder.lent_bytes for holder in self._holders.values()),
             "tiers": tiers,
+            "sessions": self.sessions.stats(),
+            "uses": self.uses.stats(),
+            "plan": self.plan.stats(),
+            "mover": gauges.of_moves(self._writeback, self._loader),
+            "ages": self.counters.ages.as_dict(),
             "counters": self.counters.as_dict(),
-        }
-
-    def _dram_gauges(self) -> dict[str, Any]:
-        dram = self._dram
-        return {
-            "capacity_bytes": dram.capacity_bytes,
-            "used_bytes": dram.used_bytes,
-            "free_bytes": dram.free_bytes,
-            "staging_bytes": dram.staging_bytes,
-            "blobs": dram.n_extents,
-            "largest_free_bytes": dram.largest_free_bytes,
-            "fragmentation": dram.fragmentation,
-            "huge_pages": self.settings.huge_pages,
-        }
-
-    def _ssd_gauges(self, ssd: SsdTier) -> dict[str, Any]:
-        dirty_bytes = self._writeback.dirty_bytes if self._writeback is not None else 0
-        return {
-            "capacity_bytes": ssd.capacity_bytes,
-            "used_bytes": ssd.used_bytes,
-            "free_bytes": ssd.free_bytes,
-            "dirty_bytes": dirty_bytes,
-            **ssd.stats(),
         }
 
     def tick(self) -> None:
         """What is due by the clock: expiries and maintenance."""
         self._writers.expire()
+        self.pins.expire()
         now_s = self._clock()
-        for record in [r for r, until_s in self._pinned_until.items() if until_s <= now_s]:
-            del self._pinned_until[record]
-            self.residency.unpin(record, used=False)
+        self.plan.tick(now_s)
         if self._writeback is not None:
             self._writeback.retry()
         if now_s >= self._maintain_at_s:
             self._maintain_at_s = now_s + MAINTAIN_S
+            saving = self._unsaved_sessions()
+            if saving is not None:
+                asyncio.get_running_loop().run_in_executor(self._pools.write, saving)
             if self._ssd is not None and self._writeback is not None:
                 self._writeback.persist_uses()
                 work = asyncio.get_running_loop().run_in_executor
-                work(self._write_pool, self._ssd.maintain).add_done_callback(_log_fault)
+                work(self._pools.write, self._ssd.maintain).add_done_callback(_log_fault)
 
     async def _tick_forever(self) -> None:
         while True:
@@ -423,13 +464,17 @@ class Store:
             except Exception:  # expiries must go on, whatever one of them met
                 log.exception("what was due by the clock failed")
 
+    def _unsaved_sessions(self) -> Callable[[], None] | None:
+        """Work that saves the sessions, if there is anything new; they belong to what is on SSD."""
+        if self._ssd is None:
+            return None
+        return self.sessions.unsaved(self.settings.data_dir, self._wall_offset_s())
+
     def _adopt(self) -> None:
         """Know what is on SSD."""
         if self._ssd is not None and self._writeback is not None:
-            adopt_rows(self._ssd, self.index, self._wall_clock() - self._clock())
-            for record in self.index.records():
-                if not record.has_children:
-                    self._writeback.settle(record)
+            adopt_rows(self._ssd, self.index, self._wall_offset_s())
+            self._writeback.adopt(self.index.records())
 
     def _checked(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> NamespaceState:
         state = self.index.namespaces.get(namespace_id)
@@ -447,8 +492,7 @@ class Store:
         subtree = self.index.subtree(top)
         above = None
         for record in reversed(subtree):
-            if self._pinned_until.pop(record, None) is not None:
-                self.residency.unpin(record, used=False)
+            self.pins.unpin(record)
             if self._writeback is not None:
                 self._writeback.remove(record)
             if not record.gone:  # a hole left bare goes with its last child
@@ -466,7 +510,7 @@ class Store:
         if record.packed or record.has_children:
             self._writeback.hollow(record)
         else:
-            self._writeback.remove(record)
+            self._writeback.remove(record, "corrupt")
         if record.packed:
             self._writeback.save(record)
             self.residency.settle(record)
@@ -482,12 +526,33 @@ class Store:
         else:
             self.residency.settle(record)
 
+    def _forget(self, record: Record) -> None:
+        """It has gone from the index, and so from every order."""
+        self.residency.unlist(record)
+        self.uses.forget(record)
+        self.plan.forget(record)
+
     def _lose(self, record: Record) -> None:
         """No copy is left."""
         above = self.index.lose(record)
         self.residency.settle(record)
         if above is not None:
             self.residency.settle(above)
+
+
+def _make_plan(settings: StoreSettings, dram: DramTier, ssd: SsdTier | None) -> Plan[Record]:
+    tiering = settings.tiering
+    return make_plan(
+        tiering.policy,
+        Terms(dram.capacity_bytes, identity),
+        Terms(ssd.capacity_bytes, identity) if ssd is not None else None,
+        PlanSettings(
+            objective=tiering.objective,
+            ssd_writes_per_day=tiering.ssd_writes_per_day or None,
+            ssd_spare=tiering.ssd_spare,
+            model_path=settings.data_dir / MODEL_NAME if ssd is not None else None,
+        ),
+    )
 
 
 def _log_fault(maintenance: asyncio.Future[None]) -> None:

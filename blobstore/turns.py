@@ -16,6 +16,8 @@ class Turns:
         self._clock = clock
         self._waiting_max = waiting_max
         self._queue: deque[_Turn] = deque()
+        self.waited = 0
+        """How many have had to wait so far."""
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -33,6 +35,7 @@ class Turns:
             raise Busy(f"{len(self._queue)} wait for room already, the most that may")
         turn = _Turn()
         self._queue.append(turn)
+        self.waited += 1
         try:
             while (remaining_s := deadline_s - self._clock()) > 0:
                 await turn.sleep(remaining_s)

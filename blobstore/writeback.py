@@ -1,8 +1,8 @@
-"""Keeping blobs on SSD: sealed ones are written as soon as a lane is free, several at once.
+"""Keeping blobs on SSD: what is to be there is written as soon as a lane is free, several at once.
 
-Commits are the committer's, room is the SSD's own affair. A blob that cannot be
-written stays in DRAM, counted as unsaved. Used on the event loop only, but for
-the methods marked as work.
+Which blobs, and when, is the mover's to say, commits are the committer's, room is the
+SSD's own affair. A blob that cannot be written stays in DRAM, counted as unsaved. Used on
+the event loop only, but for the methods marked as work.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Executor
 from contextlib import suppress
 from itertools import islice
@@ -21,8 +21,12 @@ from blobstore.counters import Counters
 from blobstore.digest import PIECE_BYTES, first_bad_piece
 from blobstore.errors import BlobStoreError, Corrupt, Full, InvalidRequest, StorageFailed
 from blobstore.index import Index, Record, Retention
+from blobstore.mover import Mover
 from blobstore.residency import Residency
+from blobstore.settings import TieringSettings
 from blobstore.ssd_room import SsdRoom
+from blobstore.stories import Stories
+from blobstore.tiering.admission import Admission
 from blobstore.tiering.policy import Policy
 from blobstore.tiering.ssd import INLINE_BYTES_MAX, SsdTier
 from blobstore.tiering.tier import Extent
@@ -63,12 +67,17 @@ class Writeback:
         on_corrupt: Callable[[Record], None],
         clock: Callable[[], float],
         wall_offset_s: Callable[[], float],
+        *,
+        stories: Stories,
+        admission: Admission[Record],
+        settings: TieringSettings,
     ) -> None:
         self._ssd = ssd
         self._arena = arena
         self._residency = residency
         self._index = index
         self._counters = counters
+        self._stories = stories
         self._pool = pool
         self._sync_pool = sync_pool
         self._lanes = lanes
@@ -78,9 +87,15 @@ class Writeback:
         self._committer = Committer(
             ssd, self, self._view, self._backoff, commit_pool, trim_pool, wall_offset_s
         )
-        self._room = SsdRoom(ssd, self._committer, index, residency, policy, counters)
+        self._room = SsdRoom(ssd, self._committer, index, residency, policy, counters, stories)
+        self.mover = Mover(
+            residency, admission, self.write, self._free_bytes, counters, stories, clock,
+            settings,
+        )  # fmt: skip
+        residency.gate = self.mover
+        self._room.on_evicted = self.mover.let_go
         index.on_stub_gone = self._committer.remove_stub
-        self._queue: deque[Record] = deque()
+        self._queue: deque[tuple[Record, str]] = deque()
         self._unsaved: dict[Record, None] = {}
         """In DRAM and to be tried again, the longest waiting first."""
         residency.on_hidden = self._forget
@@ -90,21 +105,22 @@ class Writeback:
         self._busy = 0
         self.dirty_bytes = 0
         self.settle = self._room.settle
-        self.note_use = self._committer.note_use
         self.persist_uses = self._committer.persist_uses
 
     def start(self) -> None:
-        """Start the lanes and the committer."""
+        """Start the lanes, the committer and the mover."""
         spawn = asyncio.get_running_loop().create_task
         self._tasks = [spawn(self._lane()) for _ in range(self._lanes)]
         self._tasks.append(spawn(self._committer.run()))
+        self._tasks.append(spawn(self.mover.run()))
 
     async def close(self, flush_s: float) -> None:
-        """Write what is dirty, for at most `flush_s`, then stop."""
+        """Write what is dirty, and what would be in time, for at most `flush_s`, then stop."""
         deadline_s = self._clock() + flush_s
         for _ in range(FLUSHES):
             self._backoff.ask_again()
-            self._save_again(len(self._unsaved))
+            self.mover.decide_all(deadline_s)
+            self._try_again(len(self._unsaved), self.write)
             await self._drain(deadline_s)
             if not self._unsaved:
                 break
@@ -115,7 +131,29 @@ class Writeback:
             self._tell(record, StorageFailed("the store is closing"))
         await self._committer.close()
 
-    def save(self, record: Record) -> None:
+    def adopt(self, records: Iterable[Record]) -> None:
+        """These were on SSD when the store was opened."""
+        for record in records:
+            if record.ssd is not False:
+                self._room.enter(record)
+                if not record.has_children:
+                    self.settle(record)
+
+    def save(self, record: Record, why: str = "") -> None:
+        """Bring a sealed blob to SSD, at once or when its room in DRAM is needed.
+
+        What others on SSD continue is written at once, and nothing while the disk fails.
+        """
+        if record.dirty or record.ssd is not False:
+            return
+        if record.retention is Retention.DURABLE:
+            self.write(record, "durable")
+        elif record.stub or self._backoff.active:
+            self.write(record, "repair")
+        else:
+            self.mover.sealed(record)
+
+    def write(self, record: Record, why: str) -> None:
         """Queue a sealed blob, and ancestors that are not on SSD, root side first."""
         chain: list[Record] = []
         node: Record | None = record
@@ -123,26 +161,36 @@ class Writeback:
             if node.stub and node is not record:
                 break
             if node.retention is Retention.VOLATILE or not node.packed:
-                self._give_up(record, Full("what it continues cannot be on ssd"))
+                self._give_up(record, Full("what it continues cannot be on ssd"), "parent")
+                self._residency.settle(record)
                 return
             chain.append(node)
             node = node.parent
         if chain and self._backoff.active:
-            self._give_up(record, Full("the ssd is full or failing"))
+            self._give_up(record, Full("the ssd is full or failing"), "failing")
+            self._residency.settle(record)
             return
         for node in reversed(chain):
+            self._queue.append((node, "retry" if node.unsaved else why))
+            self.mover.queued(node)
             node.dirty = True
             node.unsaved = False
             self._unsaved.pop(node, None)
             self.dirty_bytes += node.nbytes
             self._residency.settle(node)
-            self._queue.append(node)
         self._work.set()
+
+    def note_use(self, record: Record) -> None:
+        """The record's time of last use has changed."""
+        if record.ssd is False:
+            self.mover.used(record)
+        else:
+            self._committer.note_use(record)
 
     def retry(self) -> None:
         """Try again what could not be written, once the disk may work: one first, then more."""
         if self._unsaved and not self._backoff.active and len(self._queue) < RETRIES_MAX:
-            self._save_again(1 if self._backoff.pause_s else RETRIES_MAX)
+            self._try_again(1 if self._backoff.pause_s else RETRIES_MAX, self.save)
 
     async def save_durably(self, record: Record) -> None:
         """Return once the blob is on SSD and committed.
@@ -168,12 +216,13 @@ class Writeback:
         elif was_volatile:
             self.save(record)
 
-    def remove(self, record: Record) -> None:
+    def remove(self, record: Record, why: str = "asked") -> None:
         """Take the blob's copy, if any, off the disk: its row first, then its bytes.
 
         Who waits for it to be durable is told. The caller settles the record.
         """
-        self._room.remove(record)
+        self.mover.forget(record)
+        self._room.remove(record, why)
         self._tell(record, Full("it was dropped before it was durable"))
 
     def hollow(self, record: Record) -> None:
@@ -191,9 +240,12 @@ class Writeback:
         record.stub = False
         self._counters.saved_blobs += 1
         self._counters.saved_bytes += record.nbytes
+        self._counters.moved("dram>ssd", item.why, record)
+        self._stories.note(record, "dram>ssd", item.why)
         if record.gone:
             self.remove(record)
         else:
+            self._room.enter(record)
             self._index.mend(record)
         self._end(record, None)
         self._residency.unpin(record, used=False)
@@ -226,7 +278,7 @@ class Writeback:
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._durable.setdefault(record, []).append(done)
         if record.ssd is False and not record.dirty:
-            self.save(record)
+            self.write(record, "durable")
         await done
 
     def _pending(self) -> bool:
@@ -237,21 +289,26 @@ class Writeback:
             with suppress(BlobStoreError, TimeoutError):
                 await asyncio.wait_for(self._committer.round(now=False), left_s)
 
-    def _save_again(self, n: int) -> None:
+    def _free_bytes(self) -> int:
+        """On SSD, less what is on its way there, and what is kept free for the next writes."""
+        return self._ssd.free_bytes - self.dirty_bytes - self._room.ahead_bytes
+
+    def _try_again(self, n: int, save: Callable[[Record, str], None]) -> None:
         for record in list(islice(self._unsaved, n)):
             if record in self._unsaved:  # not saved along with what continues it
                 del self._unsaved[record]  # to come last if it is given up again
-                self.save(record)
+                save(record, "retry")
 
     def _forget(self, record: Record) -> None:
         self._unsaved.pop(record, None)
+        self.mover.forget(record)
 
     async def _lane(self) -> None:
         while True:
             while not self._queue:
                 self._work.clear()
                 await self._work.wait()
-            record = self._queue.popleft()
+            record, why = self._queue.popleft()
             if record.gone or not record.packed:
                 self._end(record, Full("lost before it was written"))
                 self._committer.look_again()
@@ -259,7 +316,7 @@ class Writeback:
             self._busy += 1
             self._residency.pin(record)
             try:
-                self._committer.add(Written(record, await self._write(record)))
+                self._committer.add(Written(record, await self._write(record), why))
             except Exception as fault:
                 self._not_written(record, typed(fault))
             finally:
@@ -270,7 +327,7 @@ class Writeback:
             self._on_corrupt(record)
         else:
             self.failed(error)
-        self.not_saved(Written(record, None), error)
+        self.not_saved(Written(record, None, ""), error)
         self._committer.look_again()  # what waits for this one must give up too
 
     async def _write(self, record: Record) -> Extent | None:
@@ -331,14 +388,19 @@ class Writeback:
         if error is None:
             self.rewritten(record, None)
         else:
-            self._give_up(record, error)
+            self._give_up(record, error, "full" if isinstance(error, Full) else "failing")
+        self.mover.ended(record)
         self._residency.settle(record)
         self._residency.notify()
 
-    def _give_up(self, record: Record, error: BlobStoreError) -> None:
+    def _give_up(self, record: Record, error: BlobStoreError, why: str) -> None:
+        self.mover.forget(record)
         wanted = record.packed and not record.gone and record.retention is not Retention.VOLATILE
         if wanted:
-            self._counters.unsaved += not record.unsaved
+            if not record.unsaved:
+                self._counters.unsaved += 1
+                self._counters.refused("ssd", why, record)
+                self._stories.note(record, "refused ssd", why)
             record.unsaved = True
             self._unsaved[record] = None
         self._tell(record, error)

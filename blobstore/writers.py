@@ -12,10 +12,12 @@ from collections.abc import Callable, Iterable, Sequence
 from blobstore.counters import Counters
 from blobstore.drafts import Answer, Draft, Drafts, Reservation, Slot
 from blobstore.errors import BlobStoreError, Full, InvalidRequest, SizeMismatch
+from blobstore.hint import Hint
 from blobstore.holder import Holder
 from blobstore.index import NamespaceState, Record, Retention
 from blobstore.residency import Residency
 from blobstore.sealing import Sealing
+from blobstore.uses import Uses
 from blobstore.writeback import Writeback
 
 SLOTS_MAX = 100_000
@@ -35,6 +37,7 @@ class Writers:
         sealing: Sealing,
         writeback: Writeback | None,
         counters: Counters,
+        uses: Uses,
         clock: Callable[[], float],
         lent_bytes_max: int,
     ) -> None:
@@ -43,6 +46,7 @@ class Writers:
         self._sealing = sealing
         self._writeback = writeback
         self._counters = counters
+        self._uses = uses
         self._clock = clock
         self._lent_bytes_max = lent_bytes_max
         self._live: dict[int, Reservation] = {}
@@ -70,6 +74,7 @@ class Writers:
         timeout_s: float = 0.0,
         group: Group | None = None,
         parts: tuple[int, ...] = (),
+        hint: Hint | None = None,
     ) -> Reservation:
         """Lend extents for the keys that are new, all or none, waiting up to `timeout_s` for room.
 
@@ -82,7 +87,7 @@ class Writers:
             raise InvalidRequest("a member of a writer group names the parts that it writes")
         deadline_s = self._clock() + timeout_s
         reservation = Reservation(
-            self._next_id, holder, ns, retention, self._clock() + self._drafts.ttl_s
+            self._next_id, holder, ns, retention, self._clock() + self._drafts.ttl_s, hint=hint
         )
         self._next_id += 1
         parent = _held_or_written(ns, parent_key) if parent_key else None
@@ -142,6 +147,7 @@ class Writers:
             answers = self._answers(reservation, complete, digests)
         finally:
             self._let_go(reservation)
+        self._note_use(reservation, answers)
         if reservation.retention is Retention.DURABLE:
             await self._make_durable(reservation, answers)
         for slot, (result, _) in zip(reservation.slots, answers, strict=True):
@@ -430,6 +436,19 @@ class Writers:
             else:
                 answers.append(draft.answer)
         return answers
+
+    def _note_use(self, reservation: Reservation, answers: Sequence[Answer]) -> None:
+        """Tell of what was stored: a run of the chain, from its first blob to its last."""
+        blobs = reservation.ns.blobs
+        stored = [
+            record
+            for slot, (result, _) in zip(reservation.slots, answers, strict=True)
+            if result == "stored" and slot.draft is not None
+            if (record := blobs.get(slot.draft.record.key)) is not None
+        ]
+        if stored:
+            leaf = stored[-1]
+            self._uses.stored(leaf, leaf.depth - stored[0].depth + 1, reservation.hint)
 
     async def _make_durable(self, reservation: Reservation, answers: list[Answer]) -> None:
         for number, slot in enumerate(reservation.slots):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from blobstore.clients.aio import AsyncClient, AsyncLease, AsyncWriter
 from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.client_session import AsyncClientSession, ClientSession
 from blobstore.clients.hit import Hit
 from blobstore.clients.sync import Client, Lease, Writer
 from blobstore.hint import Hint
@@ -18,10 +19,12 @@ from blobstore.namespace import Namespace, WriterGroup
 
 __all__ = [
     "AsyncClient",
+    "AsyncClientSession",
     "AsyncLease",
     "AsyncWriter",
     "BoundNamespace",
     "Client",
+    "ClientSession",
     "Hint",
     "Hit",
     "KVLayout",

@@ -8,6 +8,7 @@ from typing import Any, Protocol, Self, TypeVar
 
 from blobstore.clients import operations
 from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.client_session import AsyncClientSession
 from blobstore.clients.hit import Hit
 from blobstore.clients.lease import LeaseBase
 from blobstore.clients.steps import Call
@@ -60,15 +61,24 @@ class AsyncClient:
         await self._runner.run(operations.declare(ns), self._runner.call(None))
         return ns
 
+    def session(self, session: str, *, kind: str = "", turn: int = 0) -> AsyncClientSession:
+        """As Client.session."""
+        return AsyncClientSession(self, session, kind, turn)
+
     async def ping(self, *, timeout_s: float | None = None) -> bool:
         """As Client.ping."""
         return await self._runner.run(operations.ping(), self._runner.call(timeout_s))
 
     async def match(
-        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        *,
+        hint: Hint | None = None,
+        timeout_s: float | None = None,
     ) -> Hit:
         """As Client.match."""
-        operation = operations.match(ns, Keys.of(keys))
+        operation = operations.match(ns, Keys.of(keys), hint)
         return await self._runner.run(operation, self._runner.call(timeout_s))
 
     def get(
@@ -76,6 +86,7 @@ class AsyncClient:
         ns: BoundNamespace,
         keys: Sequence[bytes],
         *,
+        hint: Hint | None = None,
         timeout_s: float | None = None,
         stream: bool = False,
         wait: bool = False,
@@ -83,7 +94,7 @@ class AsyncClient:
         """As Client.get: `async with kv.get(…) as lease`, or `lease = await kv.get(…)`."""
         call = self._runner.call(timeout_s)
         operation = self._runner.reading.get(
-            call, AsyncLease, ns, Keys.of(keys), stream=stream, wait=wait
+            call, AsyncLease, ns, Keys.of(keys), stream=stream, wait=wait, hint=hint
         )
 
         async def lease() -> AsyncLease:
@@ -99,13 +110,14 @@ class AsyncClient:
         keys: Sequence[bytes],
         buffers: object,
         *,
+        hint: Hint | None = None,
         timeout_s: float | None = None,
     ) -> int:
         """As Client.get_into; copies in a thread, which a cancelled call waits for."""
         call = self._runner.call(timeout_s)
         await self._runner.prepare(call)
         operation = self._runner.reading.get_into(
-            call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max
+            call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max, hint
         )
         return await self._runner.run(operation, call)
 
@@ -203,6 +215,13 @@ class AsyncClient:
     ) -> list[dict[str, Any]]:
         """As Client.stat."""
         operation = operations.stat(ns, Keys.of(keys))
+        return await self._runner.run(operation, self._runner.call(timeout_s))
+
+    async def explain(
+        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """As Client.explain."""
+        operation = operations.explain(ns, Keys.of(keys))
         return await self._runner.run(operation, self._runner.call(timeout_s))
 
     async def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:

@@ -13,7 +13,7 @@ _PORTS = {"http": 80, "https": 443}
 
 def is_http(address: str) -> bool:
     """Whether `address` is one of a daemon that is reached over HTTP."""
-    return address.startswith(("http://", "https://"))
+    return address.lower().startswith(("http://", "https://"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class HttpAddress:
         if url.scheme not in _PORTS or not host or url.query or url.fragment or "@" in url.netloc:
             raise InvalidRequest(
                 f"not an address of a daemon over HTTP: {address!r} (example: "
-                "http://127.0.0.1:8080; its token is given as token=…)"
+                "http://127.0.0.1:8470; its token is given as token=…)"
             )
         if not (address.isascii() and address.isprintable()) or " " in address:
             raise InvalidRequest(f"an address has printable ASCII only: {address!r}")

@@ -119,12 +119,30 @@ class HttpAioRunner(HttpContact):
     async def _exchange(self, exchange: Exchange, call: Call) -> None:
         try:
             async with asyncio.timeout(call.remaining_s()), self._slots():
-                await _drive(self._pool.perform(exchange))
+                await self._drive(self._pool.perform(exchange))
         except BlobStoreError as error:
             exchange.fail(error)
         except TimeoutError:
             exchange.fail(self._late())
         self._settle(exchange)
+
+    async def _drive(self, steps: HttpSteps[None]) -> None:
+        try:
+            step = next(steps)
+            while True:
+                if isinstance(step, Work):
+                    step = steps.send(await self._found(step))
+                else:
+                    await _ready(step)
+                    step = next(steps)
+        except StopIteration:
+            return
+        finally:
+            steps.close()  # given up in the middle, it closes its connection
+
+    async def _found(self, work: Work) -> Any:
+        """What a look-up found; whoever is cancelled does not wait for it."""
+        return await asyncio.wrap_future(self._pool.lookup.begin(work.run))
 
     def _slots(self) -> asyncio.Semaphore:
         """Of the running loop."""
@@ -132,21 +150,6 @@ class HttpAioRunner(HttpContact):
         if self._loop is not loop:
             self._loop, self._of_loop = loop, asyncio.Semaphore(CONNECTIONS_MAX)
         return self._of_loop
-
-
-async def _drive(steps: HttpSteps[None]) -> None:
-    try:
-        step = next(steps)
-        while True:
-            if isinstance(step, Work):
-                step = steps.send(await in_thread(step.run))
-            else:
-                await _ready(step)
-                step = next(steps)
-    except StopIteration:
-        return
-    finally:
-        steps.close()  # given up in the middle, it closes its connection
 
 
 async def _ready(wait: Await) -> None:

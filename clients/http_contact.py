@@ -9,6 +9,7 @@ from blobstore.clients.http_address import HttpAddress
 from blobstore.clients.http_exchange import Exchange
 from blobstore.clients.http_pool import Pool
 from blobstore.clients.http_verbs import reply_to
+from blobstore.clients.http_wire import Unanswered
 from blobstore.clients.steps import Call
 from blobstore.errors import (
     BlobStoreError,
@@ -21,6 +22,8 @@ from blobstore.protocol import Reply, Report, Request, Stats
 
 ANSWER_S = 0.25
 """How much more time than the daemon its answer may take: it brings the bytes along."""
+
+BOOT_ID_DIGITS = 20
 
 GREETING = Stats()
 """The first request of a client: who is there, and whether the token is good."""
@@ -62,6 +65,8 @@ class HttpContact:
     def _not_met(self, error: BlobStoreError) -> BlobStoreError:
         """What connecting raises: Unavailable, or InvalidRequest if no repetition helps."""
         url = self._address.url
+        if isinstance(error, Unanswered):
+            return Unavailable(f"{error}: does it serve {'HTTP' if self._address.tls else 'TLS'}?")
         if isinstance(error, InvalidRequest | Unavailable):
             return error
         if isinstance(error, DeadlineExceeded):
@@ -90,6 +95,10 @@ class HttpContact:
             if not self._lost:
                 self._lost = True
                 log.warning("lost the daemon at %s: %s", self._address.url, exchange.error)
-        elif exchange.head is not None and self._lost:
-            self._lost = False
-            log.warning("found the daemon at %s again", self._address.url)
+        elif exchange.head is not None:
+            boot_id = exchange.head.headers.get("x-blobstore-boot", "")
+            if boot_id.isascii() and boot_id.isdigit():
+                self._boot_id = int(boot_id[:BOOT_ID_DIGITS])
+            if self._lost:
+                self._lost = False
+                log.warning("found the daemon at %s again", self._address.url)

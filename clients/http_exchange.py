@@ -12,11 +12,12 @@ from blobstore.errors import BlobStoreError, ProtocolError
 
 T = TypeVar("T")
 
+LENGTH_DIGITS_MAX = 20
 TURN = 0
 """In place of events: whoever waits for its turn may have it, then go on."""
 
 HttpSteps = Generator[Await | Work, Any, T]
-"""What moves bytes: never blocks, and yields what it waits for."""
+"""What moves bytes: never blocks, and yields what it waits for. Work is looking up a name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Head:
         told = self.headers.get("content-length")
         if told is None:
             return None
-        if not (told.isascii() and told.isdigit()):
-            raise ProtocolError(f"an answer's Content-Length is {told!r}")
+        if not (told.isascii() and told.isdigit() and len(told) < LENGTH_DIGITS_MAX):
+            raise ProtocolError(f"an answer's Content-Length is {told[:80]!r}")
         return int(told)
 
 
@@ -60,6 +61,8 @@ class Exchange:
     """As in a URL, from /v1 on."""
     payload: memoryview | bytes = b""
     content_type: str = "application/json"
+    header_lines: str = ""
+    """More headers, each with its line end."""
     sink: Sink | None = None
     head: Head | None = None
     body: bytes = b""

@@ -8,6 +8,7 @@ import time
 from blobstore.clients import forks
 from blobstore.clients.http_address import HttpAddress
 from blobstore.clients.http_exchange import Exchange, HttpSteps
+from blobstore.clients.http_lookup import Lookup
 from blobstore.clients.http_wire import Unanswered, Wire, connect
 
 CONNECTIONS_MAX = 8
@@ -24,6 +25,7 @@ class Pool:
         self._idle: list[tuple[float, Wire]] = []
         self._lock = threading.RLock()
         self._closed = False
+        self.lookup = Lookup()
         forks.watch(self)
 
     def perform(self, exchange: Exchange) -> HttpSteps[None]:

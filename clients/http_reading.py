@@ -14,11 +14,12 @@ from blobstore.clients.buffers import Buffer, HostBuffer, buffers_for
 from blobstore.clients.http_answers import error_of
 from blobstore.clients.http_exchange import Exchange, HttpOperation, Transfers
 from blobstore.clients.http_landing import Landing
-from blobstore.clients.http_verbs import blob_path
+from blobstore.clients.http_verbs import blob_path, hint_lines
 from blobstore.clients.lease import LeaseBase, check_size
-from blobstore.clients.operations import ask_in
+from blobstore.clients.operations import ask_in, hints_of
 from blobstore.clients.steps import Call, Work, ask, reason
 from blobstore.errors import BlobStoreError, ProtocolError, UnknownNamespace
+from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.protocol import KEYS_MAX, Declare, Declared, Exists, Held, Leased
 
@@ -44,6 +45,7 @@ def get(
     *,
     stream: bool,
     wait: bool,
+    hint: Hint | None = None,
 ) -> HttpOperation[L]:
     """Copies of the leading blobs; after a fault those before it, with its code as the reason.
 
@@ -63,7 +65,7 @@ def get(
         Landing(partial(slot, memory[number * full : (number + 1) * full]))
         for number in range(asked)
     ]
-    n, why = yield from fetch(call.daemon_timeout_s(), ns, keys[:asked], landings)
+    n, why = yield from fetch(call.daemon_timeout_s(), ns, keys[:asked], landings, hint)
     if not why and n < len(keys):
         why = NO_ROOM if n == room else _ABSENT
     extents = np.array(
@@ -75,7 +77,12 @@ def get(
 
 
 def get_into(
-    call: Call, ns: BoundNamespace, keys: Keys, buffers: object, lent_bytes_max: int
+    call: Call,
+    ns: BoundNamespace,
+    keys: Keys,
+    buffers: object,
+    lent_bytes_max: int,
+    hint: Hint | None = None,
 ) -> HttpOperation[int]:
     """Leading blobs straight into `buffers`; how many are there, complete."""
     share = Share(ns, keys, ns.reads)
@@ -90,7 +97,7 @@ def get_into(
             landings = [_Target(share, index, targets[index], full) for index in step]
             chunk = keys[step.start : step.stop]
             n, why = yield from fetch(
-                call.daemon_timeout_s(), ns, chunk, [target.landing for target in landings]
+                call.daemon_timeout_s(), ns, chunk, [target.landing for target in landings], hint
             )
             yield from _unload(landings[:n])
             filled += n
@@ -102,13 +109,18 @@ def get_into(
 
 
 def fetch(
-    timeout_s: float, ns: BoundNamespace, keys: Keys, landings: Sequence[Landing]
+    timeout_s: float,
+    ns: BoundNamespace,
+    keys: Keys,
+    landings: Sequence[Landing],
+    hint: Hint | None = None,
 ) -> HttpOperation[tuple[int, str]]:
     """Get payloads to where they land: how many leading ones are there, and why no more."""
     done, lanes, declared = 0, LANES, False
+    lines = hint_lines(hints_of(hint))
     while done < len(keys):
         exchanges = [
-            _get(timeout_s, ns, key, landing)
+            _get(timeout_s, ns, key, landing, lines)
             for key, landing in zip(keys[done:], landings[done:], strict=True)
         ]
         yield Transfers(exchanges, lanes, ends=_is_no_payload)
@@ -146,9 +158,11 @@ def _worth_asking(ns: BoundNamespace, keys: Keys) -> HttpOperation[int]:
     return len(keys)
 
 
-def _get(timeout_s: float, ns: BoundNamespace, key: bytes, landing: Landing) -> Exchange:
+def _get(
+    timeout_s: float, ns: BoundNamespace, key: bytes, landing: Landing, header_lines: str
+) -> Exchange:
     path = f"{blob_path(ns.id, key)}?timeout_s={timeout_s:.3f}"
-    return Exchange("GET", path, sink=landing)
+    return Exchange("GET", path, header_lines=header_lines, sink=landing)
 
 
 def _is_no_payload(exchange: Exchange) -> bool:

@@ -85,7 +85,7 @@ class HttpRunner(HttpContact):
             while waiting or lanes:
                 while waiting and len(lanes) < transfers.lanes and _take(slots, lanes, call):
                     exchange = waiting.popleft()
-                    lanes.append(_Lane(exchange, self._pool.perform(exchange), slots.release))
+                    lanes.append(self._lane(exchange, call, slots.release))
                 if not lanes:
                     waiting[0].fail(self._late())
                     return
@@ -104,17 +104,32 @@ class HttpRunner(HttpContact):
         finally:
             _give_up(lanes)
 
+    def _lane(self, exchange: Exchange, call: Call, on_end: Callable[[], None]) -> _Lane:
+        def found(work: Work) -> Any:
+            try:
+                return self._pool.lookup.begin(work.run).result(call.remaining_s())
+            except TimeoutError:
+                raise self._late() from None
+
+        return _Lane(exchange, self._pool.perform(exchange), found, on_end)
+
 
 class _Lane:
     """An exchange under way, and what it waits for. In order of beginning."""
 
     def __init__(
-        self, exchange: Exchange, steps: HttpSteps[None], on_end: Callable[[], None]
+        self,
+        exchange: Exchange,
+        steps: HttpSteps[None],
+        found: Callable[[Work], Any],
+        on_end: Callable[[], None],
     ) -> None:
+        """`found` gives what a look-up found."""
         self.exchange = exchange
         self.is_done = False
         self.wait: Await | None = None
         self._steps = steps
+        self._found = found
         self._on_end = on_end
 
     @property
@@ -129,7 +144,7 @@ class _Lane:
         try:
             step = next(self._steps)
             while isinstance(step, Work):
-                step = self._steps.send(step.run())
+                step = self._steps.send(self._found(step))
             self.wait = step
         except StopIteration:
             self.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 
 import msgspec
 
@@ -15,7 +16,9 @@ from blobstore.protocol import (
     Done,
     Drop,
     Exists,
+    Explain,
     Held,
+    Hints,
     Keyed,
     Match,
     Matched,
@@ -91,12 +94,22 @@ def blob_path(namespace_id: bytes, key: bytes) -> str:
     return f"/v1/namespaces/{namespace_id.hex()}/blobs/{key.hex()}"
 
 
+def hint_lines(hints: Hints) -> str:
+    """Headers of a request for one blob."""
+    return "".join(
+        f"X-Blobstore-{name.title()}: {quote(str(value), safe='')}\r\n"
+        for name, value in hints.items()
+    )
+
+
 def _keyed(request: Keyed) -> Exchange:
     size = request.key_bytes
     packed = request.keys.hex()
     body: dict[str, Any] = {
         "keys": [packed[at : at + 2 * size] for at in range(0, len(packed), 2 * size)]
     }
+    if isinstance(request, Match) and request.hint:
+        body["hint"] = request.hint
     if isinstance(request, Drop):
         body["tier"] = request.tier
     if isinstance(request, Pin):
@@ -123,4 +136,5 @@ def _bytes_of(text: str) -> bytes:
 
 _VERBS: dict[type[Keyed], str] = {
     Match: "match", Exists: "exists", Drop: "drop", Pin: "pin", Prefetch: "prefetch", Stat: "stat",
+    Explain: "explain",
 }  # fmt: skip

@@ -46,6 +46,7 @@ class Wire:
         self._ahead = bytearray()
         self._begun = False
         """Whether a byte of the answer that is awaited has arrived."""
+        self._since_turn = 0
         self._flags = socket.MSG_NOSIGNAL if address.tls is None else 0
 
     def close(self) -> None:
@@ -73,7 +74,7 @@ class Wire:
         payload = memoryview(exchange.payload)
         head = (
             f"{exchange.method} {self._address.base}{exchange.path} HTTP/1.1\r\n"
-            f"{self._address.head_lines}Accept-Encoding: identity\r\n"
+            f"{self._address.head_lines}{exchange.header_lines}Accept-Encoding: identity\r\n"
         )
         if exchange.method in ("PUT", "POST"):
             head += f"Content-Type: {exchange.content_type}\r\nContent-Length: {payload.nbytes}\r\n"
@@ -203,6 +204,10 @@ class Wire:
         room = memoryview(bytearray(_READ_BYTES))
         n = yield from self._read_into(room)
         self._ahead += room[:n]
+        self._since_turn += n
+        if self._since_turn >= CHUNK_BYTES:  # whatever comes without an end, a deadline ends
+            self._since_turn = 0
+            yield Await(self._sock, TURN)
 
     def _read_into(self, room: memoryview) -> HttpSteps[int]:
         """How many bytes came, at least one. Raises at the end of the stream."""
@@ -285,6 +290,11 @@ def _shake_hands(address: HttpAddress, sock: ssl.SSLSocket) -> HttpSteps[None]:
             yield Await(sock, select.POLLIN)
         except ssl.SSLWantWriteError:
             yield Await(sock, select.POLLOUT)
+        except ssl.SSLCertVerificationError as error:
+            raise Unavailable(
+                f"nobody vouches for {address.url}: {error.verify_message}: is it that host, and "
+                "is its CA known (ca_file)?"
+            ) from error
         except (OSError, ssl.SSLError) as error:
             raise Unavailable(f"no TLS with {address.url}: {error}") from error
         else:

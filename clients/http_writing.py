@@ -2,7 +2,7 @@
 
 What is held already is not sent: its digest is compared here. Everything else goes in the
 order of the chain, since a daemon takes only what continues a blob that it holds.
-Hints do not travel, and ranks cannot fill a blob together.
+Ranks cannot fill a blob together.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from blobstore.clients.http_answers import error_of, result_of
 from blobstore.clients.http_exchange import Exchange, HttpOperation, Transfers
 from blobstore.clients.http_landing import Landing
 from blobstore.clients.http_reading import fetch, slot
-from blobstore.clients.http_verbs import blob_path
-from blobstore.clients.operations import STAT_KEYS, ask_in
+from blobstore.clients.http_verbs import blob_path, hint_lines
+from blobstore.clients.operations import STAT_KEYS, ask_in, hints_of
 from blobstore.clients.steps import Call, Work, ask, reason
 from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable, digest_of
 from blobstore.clients.writing import ORPHAN, Terms, check_parent, nothing_lent, parts_written
@@ -189,7 +189,8 @@ class _Chain:
         if self.keys.tail_tokens and index == len(self.keys) - 1:
             query["tokens"] = str(self.keys.tail_tokens)
         path = f"{blob_path(self.ns.id, self.keys[index])}?{urlencode(query)}"
-        return Exchange("PUT", path, payload, "application/octet-stream")
+        lines = hint_lines(hints_of(self.terms.hint))
+        return Exchange("PUT", path, payload, "application/octet-stream", lines)
 
 
 _DIVERGENT = "the key is sealed with other bytes"

@@ -12,6 +12,7 @@ from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
 from blobstore.clients.steps import Call, Operation, ask, checked, reason
 from blobstore.errors import BlobStoreError, InvalidRequest, UnknownNamespace
+from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.protocol import (
     KEYS_MAX,
@@ -20,7 +21,9 @@ from blobstore.protocol import (
     Done,
     Drop,
     Exists,
+    Explain,
     Held,
+    Hints,
     Keyed,
     Match,
     Matched,
@@ -38,6 +41,8 @@ from blobstore.protocol import (
 
 STAT_KEYS = 1000
 """Keys of one Stat: their facts take about 300 bytes each."""
+EXPLAIN_KEYS = 100
+"""Keys of one Explain: it takes the daemon some 50 µs each."""
 
 R = TypeVar("R", bound=Reply)
 
@@ -70,11 +75,16 @@ def ping() -> Operation[bool]:
     return True
 
 
-def match(ns: BoundNamespace, keys: Keys) -> Operation[Hit]:
+def hints_of(hint: Hint | None) -> Hints:
+    """As it travels."""
+    return hint.as_dict() if hint is not None else {}
+
+
+def match(ns: BoundNamespace, keys: Keys, hint: Hint | None = None) -> Operation[Hit]:
     """How far the chain is held."""
     if not keys:
         return Hit(0, 0)
-    request = Match(ns.id, keys.packed, keys.key_bytes)
+    request = Match(ns.id, keys.packed, keys.key_bytes, hints_of(hint))
     try:
         found = yield from ask_in(ns, request, Matched)
     except BlobStoreError as error:
@@ -120,9 +130,20 @@ def prefetch(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
 
 def stat(ns: BoundNamespace, keys: Keys) -> Operation[list[dict[str, Any]]]:
     """Facts about each blob."""
+    return _about_each(ns, keys, Stat, STAT_KEYS)
+
+
+def explain(ns: BoundNamespace, keys: Keys) -> Operation[list[dict[str, Any]]]:
+    """Why each blob is where it is."""
+    return _about_each(ns, keys, Explain, EXPLAIN_KEYS)
+
+
+def _about_each(
+    ns: BoundNamespace, keys: Keys, kind: type[Stat | Explain], at_once: int
+) -> Operation[list[dict[str, Any]]]:
     blobs: list[dict[str, Any]] = []
-    for some in _cut(keys, STAT_KEYS):
-        report = yield from _report(Stat(ns.id, some.packed, some.key_bytes), ns)
+    for some in _cut(keys, at_once):
+        report = yield from _report(kind(ns.id, some.packed, some.key_bytes), ns)
         if "blobs" not in report:
             return []
         blobs += report["blobs"]

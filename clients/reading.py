@@ -12,10 +12,11 @@ from blobstore.clients.bound import BoundNamespace, Share
 from blobstore.clients.buffers import Buffer, buffers_for
 from blobstore.clients.lease import LeaseBase, check_size
 from blobstore.clients.link import Ticket
-from blobstore.clients.operations import ask_in
+from blobstore.clients.operations import ask_in, hints_of
 from blobstore.clients.steps import Call, Operation, Posted, Work, checked, reason
 from blobstore.clients.windows import windows
 from blobstore.errors import BlobStoreError
+from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.protocol import Get, Leased
 
@@ -33,11 +34,12 @@ def get(
     *,
     stream: bool,
     wait: bool,
+    hint: Hint | None = None,
 ) -> Operation[L]:
     """Lease the leading blobs; after a fault none, with its code as the reason."""
     if not keys:
         return kind(ns, keys, None, _nothing(""), stream=False)
-    request = _request(call, ns, keys, stream=stream, wait=wait)
+    request = _request(call, ns, keys, hint, stream=stream, wait=wait)
     try:
         leased = yield from ask_in(ns, request, Leased)
     except BlobStoreError as error:
@@ -46,7 +48,12 @@ def get(
 
 
 def get_into(
-    call: Call, ns: BoundNamespace, keys: Keys, buffers: object, lent_bytes_max: int
+    call: Call,
+    ns: BoundNamespace,
+    keys: Keys,
+    buffers: object,
+    lent_bytes_max: int,
+    hint: Hint | None = None,
 ) -> Operation[int]:
     """Copy leading blobs into `buffers`; how many are there, complete.
 
@@ -70,12 +77,12 @@ def get_into(
                     LeaseBase(ns, asked, call.link, leased).release()
                     leased = None
             if leased is None:
-                leased = yield from ask_in(ns, _request(call, ns, asked), Leased)
+                leased = yield from ask_in(ns, _request(call, ns, asked, hint), Leased)
             with LeaseBase(ns, asked, call.link, leased) as lease:
                 n = len(lease)
                 if n == len(window) and waiting:
                     ahead = keys[waiting[0].start : waiting[0].stop]
-                    ticket = yield Posted(_request(call, ns, ahead))
+                    ticket = yield Posted(_request(call, ns, ahead, hint))
                 yield Work(partial(_copy_out, lease, window, share, targets))
                 filled += n
         except BlobStoreError as error:
@@ -90,9 +97,16 @@ def get_into(
 
 
 def _request(
-    call: Call, ns: BoundNamespace, keys: Keys, *, stream: bool = False, wait: bool = False
+    call: Call,
+    ns: BoundNamespace,
+    keys: Keys,
+    hint: Hint | None,
+    *,
+    stream: bool = False,
+    wait: bool = False,
 ) -> Get:
-    return Get(ns.id, keys.packed, keys.key_bytes, call.daemon_timeout_s(), stream, wait)
+    timeout_s = call.daemon_timeout_s()
+    return Get(ns.id, keys.packed, keys.key_bytes, timeout_s, stream, wait, hints_of(hint))
 
 
 def _nothing(why: str) -> Leased:

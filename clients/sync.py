@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from blobstore.clients import operations
 from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.client_session import ClientSession
 from blobstore.clients.hit import Hit
 from blobstore.clients.lease import LeaseBase
 from blobstore.clients.steps import Call
@@ -36,8 +37,10 @@ class Client:
     Raised are the caller's own mistakes (InvalidRequest) and durable puts that fail.
 
     Every call takes `timeout_s`, by default the client's: how long the daemon may take, its
-    answer a moment more; 0 asks for what can be had at once. In a forked child the client
-    connects anew; leases and writers of the parent raise WrongProcess there.
+    answer a moment more; 0 asks for what can be had at once. Some take a `hint` of what they
+    are for: it changes nothing that a call returns, and helps the daemon to keep what will be
+    needed; `session` fills it in. In a forked child the client connects anew; leases and
+    writers of the parent raise WrongProcess there.
     """
 
     def __init__(
@@ -69,15 +72,28 @@ class Client:
         self._runner.run(operations.declare(ns), self._runner.call(None))
         return ns
 
+    def session(self, session: str, *, kind: str = "", turn: int = 0) -> ClientSession:
+        """Calls for one conversation or run, which the daemon is told of by hints.
+
+        Keep it for as long as that lasts: it counts turns, from `turn` on. `kind` is of its
+        requests, such as "main" or "subagent".
+        """
+        return ClientSession(self, session, kind, turn)
+
     def ping(self, *, timeout_s: float | None = None) -> bool:
         """Whether the daemon answers."""
         return self._runner.run(operations.ping(), self._runner.call(timeout_s))
 
     def match(
-        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+        self,
+        ns: BoundNamespace,
+        keys: Sequence[bytes],
+        *,
+        hint: Hint | None = None,
+        timeout_s: float | None = None,
     ) -> Hit:
         """How many leading blobs are held. Does not keep them, and never counts as use."""
-        operation = operations.match(ns, Keys.of(keys))
+        operation = operations.match(ns, Keys.of(keys), hint)
         return self._runner.run(operation, self._runner.call(timeout_s))
 
     def get(
@@ -85,6 +101,7 @@ class Client:
         ns: BoundNamespace,
         keys: Sequence[bytes],
         *,
+        hint: Hint | None = None,
         timeout_s: float | None = None,
         stream: bool = False,
         wait: bool = False,
@@ -97,7 +114,7 @@ class Client:
         """
         call = self._runner.call(timeout_s)
         operation = self._runner.reading.get(
-            call, Lease, ns, Keys.of(keys), stream=stream, wait=wait
+            call, Lease, ns, Keys.of(keys), stream=stream, wait=wait, hint=hint
         )
         lease = self._runner.run(operation, call)
         lease._runner = self._runner
@@ -109,6 +126,7 @@ class Client:
         keys: Sequence[bytes],
         buffers: object,
         *,
+        hint: Hint | None = None,
         timeout_s: float | None = None,
     ) -> int:
         """Copy leading blobs into `buffers`; how many are there. Later buffers are undefined.
@@ -119,7 +137,7 @@ class Client:
         """
         call = self._runner.call(timeout_s)
         operation = self._runner.reading.get_into(
-            call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max
+            call, ns, Keys.of(keys), buffers, self._runner.lent_bytes_max, hint
         )
         return self._runner.run(operation, call)
 
@@ -192,7 +210,8 @@ class Client:
     ) -> int:
         """Free blobs and all that continue them, those under a lease when it ends; how many.
 
-        With `tier` "dram", only copies in DRAM of blobs that are on SSD as well.
+        With `tier` "dram", only copies in DRAM of blobs that are on SSD as well; others begin to
+        be written there.
         """
         operation = operations.drop(ns, Keys.of(keys), tier)
         return self._runner.run(operation, self._runner.call(timeout_s))
@@ -226,6 +245,13 @@ class Client:
     ) -> list[dict[str, Any]]:
         """Facts about each blob, {} where nothing is known; [] after a fault."""
         operation = operations.stat(ns, Keys.of(keys))
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def explain(
+        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> list[dict[str, Any]]:
+        """Why each blob is where it is, {} where nothing is known; [] after a fault."""
+        operation = operations.explain(ns, Keys.of(keys))
         return self._runner.run(operation, self._runner.call(timeout_s))
 
     def stats(self, *, timeout_s: float | None = None) -> dict[str, Any]:

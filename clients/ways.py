@@ -20,6 +20,7 @@ from blobstore.clients.steps import Call
 from blobstore.clients.writer import WriterBase
 from blobstore.clients.writing import Terms
 from blobstore.errors import InvalidRequest
+from blobstore.hint import Hint
 from blobstore.keys import Keys
 
 T = TypeVar("T")
@@ -42,11 +43,18 @@ class Reading(Protocol):
         *,
         stream: bool,
         wait: bool,
+        hint: Hint | None = None,
     ) -> Steps[L]:
         """A lease of the leading blobs."""
 
     def get_into(
-        self, call: Call, ns: BoundNamespace, keys: Keys, buffers: object, lent_bytes_max: int
+        self,
+        call: Call,
+        ns: BoundNamespace,
+        keys: Keys,
+        buffers: object,
+        lent_bytes_max: int,
+        hint: Hint | None = None,
     ) -> Steps[int]:
         """How many leading blobs are in `buffers`."""
 

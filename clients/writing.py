@@ -11,7 +11,7 @@ from typing import TypeVar
 from blobstore.clients.bound import BoundNamespace, Share
 from blobstore.clients.buffers import Buffer, buffers_for
 from blobstore.clients.link import Ticket
-from blobstore.clients.operations import ask_in
+from blobstore.clients.operations import ask_in, hints_of
 from blobstore.clients.steps import Call, Operation, Work, reason
 from blobstore.clients.windows import windows
 from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable
@@ -149,7 +149,7 @@ def _request(
         group.id if group is not None else "",
         group.epoch if group is not None else 0,
         list(numbers) if group is not None else [],
-        terms.hint.as_dict() if terms.hint is not None else {},
+        hints_of(terms.hint),
     )
 
 

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 T = TypeVar("T", bound=Hashable)
+T_contra = TypeVar("T_contra", bound=Hashable, contravariant=True)
+"""For protocols that take items and give none."""
 
 
 @dataclass(frozen=True, slots=True)

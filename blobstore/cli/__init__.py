@@ -19,6 +19,7 @@ from blobstore.cli import (
     completion,
     config,
     doctor,
+    explain,
     get,
     ls,
     match,
@@ -55,6 +56,7 @@ app.command("ls")(ls.ls)
 app.command("rm")(rm.rm)
 app.command("pin")(pin.pin)
 app.command("stat")(stat.stat)
+app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)
 app.command("top")(top.top)
 app.command("verify")(verify.verify)

@@ -19,7 +19,7 @@ from blobstore.cli.naming import (
     cursor_of,
 )
 from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, configured
-from blobstore.cli.output import console, duration, print_json, print_table
+from blobstore.cli.output import console, duration, print_json, print_table, printable
 from blobstore.protocol import List, Report
 from blobstore.units import format_size
 
@@ -95,8 +95,8 @@ def _show_namespaces(found: list[dict[str, Any]]) -> None:
     rows = [
         (
             facts["id"][:short],
-            _line(facts["model"]),
-            _line(facts["revision"]),
+            printable(facts["model"]),
+            printable(facts["revision"]),
             f"{facts['blobs']:,}",
             format_size(facts["blob_bytes"]),
             format_size(facts["dram_bytes"]),
@@ -109,7 +109,7 @@ def _show_namespaces(found: list[dict[str, Any]]) -> None:
 
 
 def _show_blobs(named: Mapping[str, Any], blobs: list[dict[str, Any]]) -> None:
-    title = f"{named['id']}  {_line(named['model'])} {_line(named['revision'])}".rstrip()
+    title = f"{named['id']}  {printable(named['model'])} {printable(named['revision'])}".rstrip()
     rows = [
         (
             facts["key"],
@@ -124,8 +124,3 @@ def _show_blobs(named: Mapping[str, Any], blobs: list[dict[str, Any]]) -> None:
     ]
     columns = ("key", ">tokens", ">size", "tiers", "retention", ">idle", ">pins")
     print_table(title, columns, rows, whole=True)
-
-
-def _line(text: str) -> str:
-    """Text of somebody else's, on one line and without what a terminal would obey."""
-    return "".join(char if char.isprintable() else "\ufffd" for char in text)

@@ -190,6 +190,10 @@ class Chain(NamedTuple):
 def named(words: Sequence[str], model: str | None, revision: str | None) -> tuple[Name, Chain]:
     """The namespace and the keys that the words of KeyWords stand for."""
     texts = list(words)
+    if len(texts) == 1 and model is None:
+        raise InvalidRequest(
+            f"found {texts[0][:140]!r} alone: name a namespace (its id, or --model) and then a key"
+        )
     name = Name(texts.pop(0) if model is None else None, model, revision)
     return name, Chain.of([key_of("KEY", text) for text in _with_standard_input(texts)])
 

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from blobstore.config import Config, load
+from blobstore.errors import InvalidRequest
 
 ConfigFile = Annotated[
     Path | None,
@@ -44,6 +45,11 @@ def configured(
     http: str | None = None,
 ) -> Config:
     """The effective configuration under these options."""
+    if socket is not None and socket.startswith(("http:", "https:")):
+        raise InvalidRequest(
+            f"--socket {socket}: the command line reaches a daemon by its Unix socket; over HTTP "
+            "use curl, or Client of blobstore.clients"
+        )
     flags = {
         "store.data": data,
         "local.socket": socket,

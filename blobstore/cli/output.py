@@ -79,6 +79,11 @@ def duration(seconds: float) -> str:
     return f"{whole // 60} min {whole % 60} s" if whole >= 60 else f"{round(seconds, 2):g} s"
 
 
+def printable(text: str) -> str:
+    """Text of somebody else's, on one line and without what a terminal would obey."""
+    return "".join(char if char.isprintable() else "\ufffd" for char in text)
+
+
 def report(error: BaseException) -> int:
     """Say on standard error what went wrong, in one line; the exit code for it."""
     if isinstance(error, BlobStoreError):

@@ -30,11 +30,12 @@ class CommandGroup(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         """The command of that name, None if there is none."""
         found = super().get_command(ctx, cmd_name)
+        if found is None:
+            points = entry_points(group=GROUP, name=cmd_name)
+            found = next((_command(point) for point in points), None)
         if found is not None:
-            return found
-        for point in entry_points(group=GROUP, name=cmd_name):
-            return _command(point)
-        return None
+            _unwrap_help(found)
+        return found
 
 
 def _command(point: EntryPoint) -> Any:
@@ -50,6 +51,19 @@ def _command(point: EntryPoint) -> Any:
     command = get_command(loaded)
     command.name = point.name
     return command
+
+
+def _unwrap_help(command: Any) -> None:
+    """Join the lines of each paragraph of its help, which would be kept at any width.
+
+    Of help in "rich" mode typer joins those of the first paragraph only (0.26).
+    """
+    paragraphs = (command.help or "").split("\n\n")
+    command.help = "\n\n".join(
+        text if "\b" in text else " ".join(text.split()) for text in paragraphs
+    )
+    for inner in getattr(command, "commands", {}).values():
+        _unwrap_help(inner)
 
 
 def _broken(point: EntryPoint, error: Exception) -> Callable[[], None]:

@@ -101,8 +101,9 @@ def tier_rows(body: Mapping[str, Any]) -> list[tuple[str | Text, ...]]:
 def _beside(name: str, body: Mapping[str, Any], tier: Mapping[str, Any]) -> str:
     if name == "dram":
         return f"{format_size(body['pinned_bytes'])} pinned, {format_size(body['lent_bytes'])} lent"
-    dirty = tier.get("dirty_bytes", 0)
-    return f"{format_size(dirty)} waiting to be written" if dirty else ""
+    notes = {"waiting to be written": tier.get("dirty_bytes", 0)}
+    notes["of it free for reuse"] = tier.get("spare_bytes", 0)
+    return ", ".join(f"{format_size(nbytes)} {what}" for what, nbytes in notes.items() if nbytes)
 
 
 def _bar(share: float) -> Text:

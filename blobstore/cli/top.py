@@ -25,6 +25,7 @@ from blobstore.units import format_size
 RATES = (
     "gets", "matches", "hit_blobs", "hit_bytes", "missed_blobs", "put_blobs", "put_bytes",
     "loaded_blobs", "loaded_bytes", "saved_blobs", "saved_bytes", "demoted", "dropped",
+    "moved_blobs", "moved_bytes", "refused_blobs", "refused_bytes",
 )  # fmt: skip
 """Counters that are shown as so many a second."""
 
@@ -32,6 +33,9 @@ GAUGES = (
     "blobs", "namespaces", "clients", "leases", "reservations", "waiting_for_room",
     "pinned_bytes", "lent_bytes",
 )  # fmt: skip
+
+POLICY = ("policy", "wanted", "shadows", "regret", "fits", "write_budget")
+"""What is shown of the plan's stats."""
 
 Tree = Mapping[str, Any]
 
@@ -47,7 +51,7 @@ def top(
     timeout_s: Timeout = 5.0,
     as_json: Json = False,
 ) -> None:
-    """Watch tiers fill and bytes flow, until Ctrl-C.
+    """Watch tiers fill, bytes flow and blobs move, and why, until Ctrl-C.
 
     Rates are those of the last interval. With --json, one document on a line for each
     interval; with --once, a single one.
@@ -100,6 +104,7 @@ def sample_of(before: Tree, after: Tree) -> dict[str, Any]:
             if name in RATES
         },
         "faults": {name: after["counters"][name] for name in WORRIES},
+        "policy": {name: after["plan"][name] for name in POLICY if name in after.get("plan", {})},
     }
 
 
@@ -169,18 +174,28 @@ def _flows(rates: Tree) -> Table:
 def _lines(rates: Tree) -> Iterator[tuple[str, float, float | None]]:
     """What is called how, blobs and bytes a second."""
     for tier, blobs in rates["hit_blobs"].items():
-        yield f"hits from {tier}", blobs, rates["hit_bytes"].get(tier, 0.0)
+        yield f"hits: {tier}", blobs, rates["hit_bytes"].get(tier, 0.0)
     for why, blobs in rates["missed_blobs"].items():
         yield f"misses: {why}", blobs, None
     puts = rates["put_blobs"]
-    yield "puts stored", puts.get("stored", 0.0), rates["put_bytes"]
+    yield "puts: stored", puts.get("stored", 0.0), rates["put_bytes"]
     for result, blobs in puts.items():
         if result != "stored":
             yield f"puts: {result}", blobs, None
-    yield "loads from ssd", rates["loaded_blobs"], rates["loaded_bytes"]
-    yield "saves to ssd", rates["saved_blobs"], rates["saved_bytes"]
+    yield "loaded from ssd", rates["loaded_blobs"], rates["loaded_bytes"]
+    yield "saved to ssd", rates["saved_blobs"], rates["saved_bytes"]
     yield "left dram, kept on ssd", rates["demoted"], None
     yield "evicted", rates["dropped"], None
+    yield from _by_reason("", rates["moved_blobs"], rates["moved_bytes"])
+    yield from _by_reason("not let into ", rates["refused_blobs"], rates["refused_bytes"])
+
+
+def _by_reason(
+    what: str, blobs: Mapping[str, Tree], nbytes: Mapping[str, Tree]
+) -> Iterator[tuple[str, float, float | None]]:
+    for where, reasons in sorted(blobs.items()):
+        for reason, rate in sorted(reasons.items()):
+            yield f"{what}{where}: {reason}", rate, nbytes[where][reason]
 
 
 def _standing(sample: Tree) -> Iterator[Text]:
@@ -197,9 +212,27 @@ def _standing(sample: Tree) -> Iterator[Text]:
         f"{sample['blobs']:,} blobs in {sample['namespaces']:,} namespaces; "
         f"{_number(rates['gets'])} gets/s, {_number(rates['matches'])} matches/s"
     )
+    if sample["policy"]:
+        yield Text(_decided(sample["policy"]))
     faults = [f"{n:,} {WORRIES[name]}" for name, n in sample["faults"].items() if n]
     if faults:
         yield Text(", ".join(faults), "red")
+
+
+def _decided(plan: Tree) -> str:
+    """Who decides what stays, how it does beside the references, and what may be written."""
+    said = [f"policy {plan['policy']}"]
+    if plan.get("wanted", plan["policy"]) != plan["policy"]:
+        said[0] += f" in place of {plan['wanted']}"
+    if plan.get("regret") is not None:
+        side = "behind" if plan["regret"] > 0 else "ahead of"
+        said.append(f"{abs(plan['regret']):.2%} of tokens {side} the best reference")
+    if plan.get("fits"):
+        said.append(f"{plan['fits']:,} fits")
+    left_bytes = (plan.get("write_budget") or {}).get("day_left_bytes")
+    if left_bytes is not None:
+        said.append(f"{format_size(left_bytes)} may be written to ssd at once")
+    return ", ".join(said)
 
 
 def _number(rate: float) -> str:

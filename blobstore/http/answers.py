@@ -50,9 +50,9 @@ class Refusal(Exception):
 
 
 def answer(body: object, status: int = 200) -> web.Response:
-    """`body` as JSON."""
+    """`body` as a line of JSON."""
     return web.Response(
-        body=_encode(body), status=status, content_type="application/json", headers=_SAFE
+        body=_encode(body) + b"\n", status=status, content_type="application/json", headers=_SAFE
     )
 
 

@@ -16,9 +16,10 @@ from aiohttp import web
 from blobstore.digest import PIECE_BYTES, payload_digest, piece_digests
 from blobstore.drafts import Reservation, Slot
 from blobstore.errors import Busy, DeadlineExceeded, Full, InvalidRequest, SizeMismatch
+from blobstore.hint import Hint
 from blobstore.http import bodies, conditions
 from blobstore.http.answers import Refusal, answer, miss
-from blobstore.http.context import Context, hex_bytes, seconds_of, whole_of
+from blobstore.http.context import Context, hex_bytes, hint_of, seconds_of, whole_of
 from blobstore.http.sending import Sender
 from blobstore.http.tokens import Right
 from blobstore.index import NamespaceState, Record, Retention
@@ -36,6 +37,7 @@ PROLONG_BYTES = MIB
 """An upload that brings so much more may take longer than a reservation lasts."""
 
 RESULTS = {"stored": 201, "exists": 200, "divergent": 409}
+DIVERGENT = "other bytes are held under this key, and stay: a key names one payload for good"
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +84,7 @@ class Blobs:
         ns = self._context.namespace(request, Right.READ)
         key = hex_bytes(request.match_info["key"], "a key")
         timeout_s = seconds_of(request, GET_TIMEOUT_S)
+        hint = hint_of(request)
         record = _held(ns, key)
         if record is not None:
             _check_match(request, record)
@@ -91,7 +94,7 @@ class Blobs:
             _span(request, record)  # what cannot be satisfied need not be loaded
         context = self._context
         found = self._store.get(
-            context.holder, ns.id, key, len(key), timeout_s=timeout_s, stream=True
+            context.holder, ns.id, key, len(key), timeout_s=timeout_s, stream=True, hint=hint
         )
         if not isinstance(found, Found):
             found = await found
@@ -142,12 +145,11 @@ class Blobs:
                 reason = await self._ready(found, at, stop, context.io_timeout_s)
                 if reason:
                     log.warning("a response was broken off: its blob is not to be had: %s", reason)
-                    sender.abort()
-                    return
+                    raise bodies.Cut(reason)
                 await sender.send(view[offset + at : offset + stop])
         except OSError as error:  # TimeoutError is one
-            log.debug("a reader was given up: %r", error)
             sender.abort()
+            raise bodies.Cut(f"a reader was given up: {error!r}") from error
         except BaseException:
             sender.abort()
             raise
@@ -181,7 +183,7 @@ class Blobs:
         reservation = await self._store.writers.reserve(
             context.holder, ns, [terms.key],
             parent_key=terms.parent, tail_tokens=terms.tail_tokens, retention=terms.retention,
-            timeout_s=terms.timeout_s,
+            timeout_s=terms.timeout_s, hint=terms.hint,
         )  # fmt: skip
         try:
             slot = reservation.slots[0]
@@ -246,6 +248,8 @@ class Blobs:
             raise _refused(reason, terms)
         if result == "exists" and terms.must_be_new:  # since its body came
             raise _held_already()
+        if result == "divergent":
+            raise Refusal(409, result, DIVERGENT, result=result)
         return answer({"result": result}, RESULTS[result])
 
     def _sealed(self, task: asyncio.Task[tuple[list[str], list[str]]]) -> None:
@@ -303,6 +307,7 @@ class _Terms:
     sha256: bytes | None
     must_be_new: bool
     timeout_s: float
+    hint: Hint | None
 
 
 def _terms(request: web.Request, ns: NamespaceState) -> _Terms:
@@ -319,6 +324,7 @@ def _terms(request: web.Request, ns: NamespaceState) -> _Terms:
         sha256=bodies.declared_sha256(request.headers.getall("Repr-Digest", ())),
         must_be_new=conditions.must_be_new(request.headers),
         timeout_s=seconds_of(request, PUT_TIMEOUT_S),
+        hint=hint_of(request),
     )
     bodies.refuse_encodings(request)
     if "Content-Range" in request.headers:

@@ -20,6 +20,8 @@ from aiohttp.web_protocol import RequestPayloadError
 
 from blobstore.errors import InvalidRequest
 from blobstore.http.answers import Refusal
+from blobstore.http.room import KEY as ROOM
+from blobstore.http.room import UNCOUNTED_BYTES
 
 T = TypeVar("T")
 
@@ -27,6 +29,8 @@ log = logging.getLogger(__name__)
 
 JSON_BYTES_MAX = 16 << 20
 """100,000 keys of 64 bytes take 13 MB."""
+WHOLE_TIMES = 4
+"""What is held whole must be there in so many times the limit of a piece."""
 INLINE_JSON_BYTES = 64 << 10
 HASH_INLINE_BYTES = 256 << 10
 HASH_STEP_BYTES = 1 << 20
@@ -52,11 +56,12 @@ def expected_length(request: web.Request) -> int | None:
 
 def refuse_encodings(request: web.Request) -> None:
     """Bodies are stored as they come: compressed ones would be stored compressed."""
-    encoding = request.headers.get("Content-Encoding", "identity")
-    if encoding.strip().lower() != "identity":
-        raise Refusal(
-            415, "unsupported_media_type", f"Content-Encoding {encoding[:20]!r}: send plain bytes"
-        )
+    for name, plain in (("Content-Encoding", "identity"), ("Transfer-Encoding", "chunked")):
+        encoding = ",".join(request.headers.getall(name, ()))
+        if encoding and encoding.strip().lower() != plain:
+            raise Refusal(
+                415, "unsupported_media_type", f"{name} {encoding[:20]!r}: send plain bytes"
+            )
 
 
 async def let_come(request: web.Request) -> None:
@@ -115,10 +120,16 @@ async def read_small(request: web.Request, most_bytes: int, timeout_s: float) ->
         raise _too_large(most_bytes)
     await let_come(request)
     body = bytearray()
-    async for data in chunks(request, timeout_s):
-        body += data
-        if len(body) > most_bytes:
-            raise _too_large(most_bytes)
+    try:
+        async with asyncio.timeout(timeout_s * WHOLE_TIMES):
+            async for data in chunks(request, timeout_s):
+                body += data
+                if len(body) > most_bytes:
+                    raise _too_large(most_bytes)
+                if len(body) > UNCOUNTED_BYTES:
+                    request.app[ROOM].take(request, len(data))
+    except TimeoutError as error:
+        raise Cut("a short body takes too long") from error
     return bytes(body)
 
 

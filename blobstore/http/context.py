@@ -6,10 +6,12 @@ import binascii
 from collections.abc import Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from urllib.parse import unquote
 
 from aiohttp import web
 
 from blobstore.errors import InvalidRequest, UnknownNamespace
+from blobstore.hint import Hint
 from blobstore.holder import Holder
 from blobstore.http.answers import Refusal
 from blobstore.http.tokens import Right, Token, Tokens
@@ -18,6 +20,8 @@ from blobstore.keys import KEY_BYTES_MAX, KEY_BYTES_MIN
 from blobstore.store import Store
 
 TIMEOUT_MAX_S = 3600.0
+HINTS = ("Session", "Turn", "Kind", "Finish")
+"""Headers, after "X-Blobstore-"; their values are percent-encoded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +71,7 @@ def require(token: Token, right: Right) -> None:
     """Refuse a token with less than `right`."""
     if token.right < right:
         wanted, found = right.name.lower(), token.right.name.lower()
-        raise Refusal(403, "forbidden", f"this needs the right to {wanted}, the token has {found}")
+        raise Refusal(403, "forbidden", f"this needs the right {wanted!r}, the token has {found!r}")
 
 
 def hex_bytes(text: str, what: str) -> bytes:
@@ -103,6 +107,25 @@ def seconds_of(request: web.Request, default_s: float) -> float:
         return bounded(float(text), "timeout_s")
     except ValueError:
         raise InvalidRequest(f"timeout_s is a number of seconds, found {text[:20]!r}") from None
+
+
+def hint_of(request: web.Request) -> Hint | None:
+    """What the headers of a request for one blob tell of what it is for; None if nothing."""
+    try:
+        found = {
+            name: unquote(text, errors="strict")
+            for name in HINTS
+            if (text := request.headers.get(f"X-Blobstore-{name}")) is not None
+        }
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(f"a hint is not percent-encoded UTF-8: {error}") from None
+    if not found:
+        return None
+    turn = found.pop("Turn", None)
+    if turn is not None and not (turn.isascii() and turn.isdigit() and len(turn) < 20):
+        raise InvalidRequest(f"X-Blobstore-Turn is a whole number, found {turn[:20]!r}")
+    fields: dict[str, object] = {name.lower(): text for name, text in found.items()}
+    return Hint.from_dict(fields if turn is None else fields | {"turn": int(turn)})
 
 
 def bounded(seconds: float, what: str, most_s: float = TIMEOUT_MAX_S) -> float:

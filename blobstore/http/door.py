@@ -14,13 +14,12 @@ import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import cast
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
-from blobstore.errors import BlobStoreError, Busy, Unavailable
-from blobstore.http import answers, bodies, openapi
+from blobstore.errors import BlobStoreError, Busy, InvalidRequest, Unavailable
+from blobstore.http import answers, bodies, openapi, room, wire
+from blobstore.http.accepting import Acceptor
 from blobstore.http.answers import Refusal
 from blobstore.http.blobs import Blobs
 from blobstore.http.context import Context
@@ -32,22 +31,18 @@ from blobstore.http.verbs import Verbs
 from blobstore.latencies import Latencies
 from blobstore.store import Store
 
-KEEPALIVE_S = 75.0
-"""For an idle connection, and for a request's headers."""
-LINGER_S = 5.0
-"""Taken and thrown away for so long: the rest of a body that was refused."""
-READ_BYTES = 128 << 10
-"""Low mark of what is buffered of a body; twice as much stops the peer."""
 REQUESTS_MAX = 1024
-HANDSHAKE_S = 10.0
 LAST_REPLY_S = 0.5
 HASH_THREADS = 2
 DRAIN_POLL_S = 0.01
-SERVER = "blobstore"
-"""Not which libraries, of which version."""
+TOKENS_EVERY_S = 2.0
 
 OPEN = frozenset({"/healthz", "/readyz"})
 """Asked for by address, by whatever watches the daemon; also while it drains."""
+CUT = "cut"
+"""The code of what a peer did not wait for, or did not take."""
+OUTCOMES = frozenset({"miss", "divergent"})
+"""Codes of what is no failure."""
 ENDLESS = frozenset({"/v1/events"})
 """Streams that are not waited for."""
 
@@ -84,6 +79,7 @@ class HttpDoor:
         self._terms = terms
         self._names = Names(terms.listen[0], terms.hosts)
         self._draining = asyncio.Event()
+        self._room = room.Room()
         self._in_flight: dict[web.RequestHandler, web.Request] = {}
         self._pool = ThreadPoolExecutor(HASH_THREADS, "http-hash")
         self._holder = store.attach(self, pid=os.getpid(), name="http")
@@ -97,8 +93,9 @@ class HttpDoor:
         )
         self._blobs = Blobs(self._context)
         self._runner: web.AppRunner | None = None
-        self._servers: list[asyncio.AbstractServer] = []
+        self._acceptor: Acceptor | None = None
         self._address = ""
+        self._watch: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
@@ -121,27 +118,15 @@ class HttpDoor:
             port = listeners[0].getsockname()[1]
             self._address = f"{scheme}://{joined(terms.listen[0], port)}"
             self._runner = web.AppRunner(
-                self._app(),
-                access_log=None,
-                logger=_wire_log(),
-                keepalive_timeout=KEEPALIVE_S,
-                lingering_time=LINGER_S,
-                read_bufsize=READ_BYTES,
-                auto_decompress=False,
-                handler_cancellation=True,
-                shutdown_timeout=LAST_REPLY_S,
+                self._app(), handler_cancellation=True, shutdown_timeout=LAST_REPLY_S
             )
             await self._runner.setup()
-            handshake_s = HANDSHAKE_S if terms.tls is not None else None
-            for listener in listeners:
-                self._servers.append(
-                    await loop.create_server(
-                        self._accept, sock=listener, ssl=terms.tls,
-                        ssl_handshake_timeout=handshake_s,
-                    )
-                )  # fmt: skip
+            server = self._runner.server
+            assert server is not None
             undo.pop_all()
+            self._acceptor = Acceptor(listeners, server, terms.tls, terms.connections_max)
         self._operations.start()
+        self._watch = loop.create_task(self._watch_tokens())
 
     async def close(self, drain_s: float = 5.0) -> None:
         """Refuse new requests, let those in flight end for `drain_s`, close all. Again is harmless.
@@ -150,6 +135,8 @@ class HttpDoor:
         watches it learns that the daemon is stopping.
         """
         self._draining.set()
+        if self._watch is not None:
+            self._watch.cancel()
         for connection in self._connections():
             if connection not in self._in_flight:
                 connection.force_close()
@@ -157,8 +144,8 @@ class HttpDoor:
         deadline_s = loop.time() + drain_s
         while self._awaited() and loop.time() < deadline_s:  # noqa: ASYNC110
             await asyncio.sleep(DRAIN_POLL_S)
-        for server in self._servers:
-            server.close()
+        if self._acceptor is not None:
+            await self._acceptor.close()
         for request in list(self._in_flight.values()):
             if request.transport is not None:
                 request.transport.abort()
@@ -169,6 +156,13 @@ class HttpDoor:
         self._store.gone(self._holder)
         await loop.run_in_executor(None, self._pool.shutdown)
 
+    async def _watch_tokens(self) -> None:
+        """Their files are looked at on a thread: a disk may hang."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(TOKENS_EVERY_S)
+            await loop.run_in_executor(None, self._terms.tokens.refresh)
+
     def _awaited(self) -> bool:
         return any(request.path not in ENDLESS for request in self._in_flight.values())
 
@@ -176,16 +170,10 @@ class HttpDoor:
         server = self._runner.server if self._runner is not None else None
         return server.connections if server is not None else []
 
-    def _accept(self) -> asyncio.BaseProtocol:
-        assert self._runner is not None
-        server = self._runner.server
-        if server is None or len(server.connections) >= self._terms.connections_max:
-            return _Full()
-        return server()
-
     def _app(self) -> web.Application:
         app = web.Application(middlewares=[self._guard], client_max_size=bodies.JSON_BYTES_MAX)
-        app.on_response_prepare.append(_sign)
+        app.on_response_prepare.append(wire.signer(self._store.boot_id))
+        app[room.KEY] = self._room
         app.add_routes(self._blobs.routes())
         app.add_routes(Verbs(self._context, self._draining).routes())
         app.add_routes(openapi.routes())
@@ -198,6 +186,7 @@ class HttpDoor:
         protocol = request.protocol
         started_s = self._latencies.clock()
         self._in_flight[protocol] = request  # of a connection there is one at a time
+        error = CUT
         try:
             response, error = await self._answer(request, handler)
             if not response.prepared:
@@ -206,9 +195,10 @@ class HttpDoor:
                 response = await send_answer(request, response, self._terms.io_timeout_s)
         finally:
             del self._in_flight[protocol]
-        verb = _verb(request)
-        if verb:
-            self._latencies.note("http", verb, started_s, error)
+            self._room.leave(request)
+            verb = _verb(request)
+            if verb:
+                self._latencies.note("http", verb, started_s, error)
         return response
 
     async def _answer(
@@ -217,9 +207,12 @@ class HttpDoor:
         """The handler's answer, or the one for what it raised, and that one's code."""
         try:
             self._admit(request)
-            return await handler(request), ""
+            response = await handler(request)
+            if not response.prepared:
+                self._room.take(request, _nbytes_of(response) - room.UNCOUNTED_BYTES)
+            return response, ""
         except Refusal as refusal:
-            return answers.refusal(refusal), "" if refusal.code == "miss" else refusal.code
+            return answers.refusal(refusal), "" if refusal.code in OUTCOMES else refusal.code
         except BlobStoreError as fault:
             response = answers.failure(fault)
             if response.status == 500:
@@ -228,52 +221,58 @@ class HttpDoor:
         except web.HTTPException as unserved:
             return _of_aiohttp(unserved), "unserved"
         except (bodies.Cut, ConnectionError) as cut:
-            return bodies.broken_off(request, cut), "cut"
+            return bodies.broken_off(request, cut), CUT
         except Exception:
             log.exception("%s %s failed", request.method, request.path)
             return answers.broken(), "error"
 
     def _admit(self, request: web.Request) -> None:
         """Refuse what no handler should see."""
-        hosts = request.headers.getall("Host", ())
-        if len(hosts) != 1:
-            raise Refusal(400, "invalid_request", "a request names one Host")
         if request.path in OPEN:
             return
-        if not self._names.admit(hosts[0]):
+        host = _host(request)
+        if not self._names.admit(host):
             raise Refusal(
                 421, "misdirected",
-                f"Host {hosts[0][:80]!r} is not served here: name it in http.hosts if it should be",
+                f"Host {host[:80]!r} is not served here: name it in http.hosts if it should be",
             )  # fmt: skip
+        _check_query(request)
         if self._draining.is_set():
             raise Unavailable("the daemon is stopping", retry_after_s=1.0)
         if len(self._in_flight) > REQUESTS_MAX:
             raise Busy(f"{REQUESTS_MAX} requests are in flight, the most", retry_after_s=1.0)
 
 
-class _Full(asyncio.Protocol):
-    """A connection above the limit: told so, and closed."""
+def _nbytes_of(response: web.StreamResponse) -> int:
+    body = response.body if isinstance(response, web.Response) else None
+    return len(body) if isinstance(body, bytes) else 0
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        body = answers.refusal(
-            Refusal(503, "busy", "too many connections are open", retry_after_s=1.0)
-        ).body
-        assert isinstance(body, bytes)
-        stream = cast("asyncio.Transport", transport)
-        stream.write(
-            b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\n"
-            b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(body) + body
-        )
-        stream.close()
+
+def _host(request: web.Request) -> str:
+    """Whom a request is for: of a target with a host that one counts, not the header."""
+    hosts = request.headers.getall("Host", ())
+    if len(hosts) != 1:
+        raise Refusal(400, "invalid_request", "a request names one Host")
+    if request.raw_path.startswith("/"):
+        return hosts[0]
+    return request.url.raw_authority
+
+
+def _check_query(request: web.Request) -> None:
+    """A misspelt `parent` that is ignored would store a blob at another place of the tree."""
+    verb = _verb(request)
+    if not (verb and request.query):
+        return
+    known = openapi.QUERIES[verb]
+    for name in request.query:
+        if name not in known or len(request.query.getall(name)) > 1:
+            say = f"known are {', '.join(sorted(known))}" if known else "this takes none"
+            raise InvalidRequest(f"{name[:40]!r} in the query is unknown, or twice there: {say}")
 
 
 def _verb(request: web.Request) -> str:
     resource = request.match_info.route.resource
     return openapi.VERBS.get((request.method, resource.canonical), "") if resource else ""
-
-
-async def _sign(_: web.Request, response: web.StreamResponse) -> None:
-    response.headers["Server"] = SERVER
 
 
 def _of_aiohttp(error: web.HTTPException) -> web.Response:
@@ -282,17 +281,9 @@ def _of_aiohttp(error: web.HTTPException) -> web.Response:
         error.status, "invalid_request"
     )
     headers = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else {}
-    return answers.refusal(Refusal(error.status, code, error.reason, headers=headers))
-
-
-def _wire_log() -> logging.Logger:
-    """Where aiohttp logs. What peers send that is not HTTP is their fault, and no news."""
-    wire = logging.getLogger(f"{__name__}.wire")
-    if not wire.filters:
-        wire.addFilter(_is_ours)
-    return wire
-
-
-def _is_ours(record: logging.LogRecord) -> bool:
-    cause = record.exc_info[1] if record.exc_info else None
-    return not isinstance(cause, HttpProcessingError)
+    message = error.reason
+    if error.status == 404:
+        message = "there is no such route: /openapi.json describes those that there are"
+    elif headers:
+        message = f"this route is for {headers['Allow']}"
+    return answers.refusal(Refusal(error.status, code, message, headers=headers))

@@ -120,7 +120,7 @@ class Names:
 
     def __init__(self, bound: str, extra: Iterable[str]) -> None:
         self._names = {LOCALHOST, "127.0.0.1", "::1", bound.lower()}
-        self._names.update(name.lower().strip("[]") for name in extra)
+        self._names.update(_without_port(name).lower() or name.lower() for name in extra)
         # Every address of the machine is a bound one then; and no name can be rebound to them.
         self._any_address = _is_unspecified(bound)
 

@@ -6,57 +6,27 @@ so that this page, the API and the command line cannot disagree.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
 from prometheus_client.metrics_core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
     HistogramMetricFamily,
     InfoMetricFamily,
     Metric,
 )
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
+from blobstore.http.families import PREFIX, One, Split, Tree, buckets, family, ones, splits
 from blobstore.http.loop_lag import LoopLag
-from blobstore.latencies import Histogram, Latencies
+from blobstore.http.tiering_metrics import tiering_metrics
+from blobstore.latencies import Latencies
 from blobstore.store import Store
-
-PREFIX = "blobstore_"
 
 OPENMETRICS = "application/openmetrics-text"
 # Not what the client library would choose: of some headers it fails, of others it echoes parts.
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
-Tree = Mapping[str, Any]
-"""What `Store.stats()` gives, or a part of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class One:
-    """A metric with one value, the leaf at `path`; a total if the name says so."""
-
-    name: str
-    path: str
-    help: str
-
-
-@dataclass(frozen=True, slots=True)
-class Split:
-    """A metric with one value for each key of the mapping at `path`."""
-
-    name: str
-    path: str
-    label: str
-    help: str
-    known: tuple[str, ...] = ()
-    """Keys that have a value, 0, before anything was counted: rates need a beginning."""
-
 
 ORIGINS = ("dram", "ssd", "writer")
 
@@ -70,7 +40,29 @@ ONES = (
     One("reservations", "reservations", "Reservations held by writers."),
     One("waiting_for_room", "waiting_for_room", "Reservations that wait for room in DRAM."),
     One("pinned_bytes", "pinned_bytes", "Bytes in DRAM kept by leases, writers, I/O and pins."),
+    One("client_pinned_blobs", "pinned_by_clients.blobs", "Blobs that clients have pinned."),
+    One("client_pinned_bytes", "pinned_by_clients.bytes", "Bytes of blobs that clients pinned."),
     One("lent_bytes", "lent_bytes", "Bytes in DRAM on loan to writers."),
+    One("undecided_blobs", "mover.waiting_blobs", "Blobs in DRAM alone that may yet go to SSD."),
+    One("undecided_bytes", "mover.waiting_bytes", "Bytes of those."),
+    One("demoting_bytes", "mover.coming_bytes", "On their way to SSD to make room in DRAM."),
+    One("dram_ready_bytes", "mover.ready_bytes", "Free in DRAM, or free to leave at once."),
+    One(
+        "demote_bytes_per_second",
+        "mover.demote_bytes_per_s",
+        "Smoothed rate of what is written to SSD.",
+    ),
+    One(
+        "promote_bytes_per_second",
+        "mover.promote_bytes_per_s",
+        "Smoothed rate of what is loaded from SSD.",
+    ),
+    One("loads", "mover.loads", "Loads from SSD in progress."),
+    One("delayed_puts_total", "mover.puts_waited", "Puts that waited for room in DRAM."),
+    One("sessions", "sessions.known", "Sessions that are known."),
+    One("uses_waiting", "uses.waiting", "Uses that the policy has yet to be told of."),
+    One("uses_told_total", "uses.told", "Uses that the policy was told of."),
+    One("uses_lost_total", "uses.lost", "Uses that it was not told of: too many at once."),
     One("dram_staging_bytes", "tiers.dram.staging_bytes", "Bytes of DRAM kept free for loads."),
     One("dram_extents", "tiers.dram.blobs", "Extents in DRAM, readable or being filled."),
     One(
@@ -221,15 +213,10 @@ class _StoreCollector(Collector):
         """Everything in `Store.stats()`."""
         stats = self._store.stats()
         yield _boot(stats)
-        for one in ONES:
-            value = _at(stats, one.path)
-            if value is not None:
-                yield _family(one.name, one.help, [((), float(value))])
-        for split in SPLITS:
-            values = dict.fromkeys(split.known, 0) | (_at(stats, split.path) or {})
-            samples = [((key,), float(n)) for key, n in sorted(values.items())]
-            yield _family(split.name, split.help, samples, (split.label,))
+        yield from ones(stats, ONES)
+        yield from splits(stats, SPLITS)
         yield from _tiers(stats["tiers"])
+        yield from tiering_metrics(stats)
 
 
 class _DoorCollector(Collector):
@@ -245,7 +232,7 @@ class _DoorCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """What the doors and the loop have to say."""
-        yield _family(
+        yield family(
             "open_connections",
             "Connections of clients that are open.",
             [((door,), float(count())) for door, count in sorted(self._connections.items())],
@@ -268,10 +255,10 @@ def _boot(stats: Tree) -> Metric:
 def _tiers(tiers: Tree) -> Iterator[Metric]:
     for name, help_text in TIER_GAUGES:
         samples = [((tier,), float(facts[name])) for tier, facts in tiers.items() if name in facts]
-        yield _family(f"tier_{name}", help_text, samples, ("tier",))
+        yield family(f"tier_{name}", help_text, samples, ("tier",))
     if "ssd" in tiers:
         ssd = tiers["ssd"]
-        yield _family(
+        yield family(
             "ssd_io_errors_total",
             "Errors of the operating system on segment files.",
             [((operation,), float(ssd[name])) for operation, name in DISK_ERRORS.items()],
@@ -286,9 +273,11 @@ def _operations(latencies: Latencies) -> Iterator[Metric]:
         labels=("door", "verb"),
     )
     for door, verb, histogram in latencies.histograms():
-        took.add_metric((door, verb), _buckets(histogram), histogram.sum_s)
+        took.add_metric(
+            (door, verb), buckets(histogram.bounds_s, histogram.counts), histogram.sum_s
+        )
     yield took
-    yield _family(
+    yield family(
         "failed_operations_total",
         "Operations that ended with an error, by its code.",
         [((door, verb, error), float(n)) for door, verb, error, n in latencies.failures()],
@@ -300,44 +289,11 @@ def _lag(lag: LoopLag) -> Iterator[Metric]:
     late = HistogramMetricFamily(
         f"{PREFIX}loop_lag_seconds", "How much later than asked the event loop woke."
     )
-    late.add_metric((), _buckets(lag.histogram), lag.histogram.sum_s)
+    late.add_metric((), buckets(lag.histogram.bounds_s, lag.histogram.counts), lag.histogram.sum_s)
     yield late
     for name, help_text, value in (
         ("last", "How late the event loop woke last.", lag.last_s),
         ("max", "How late the event loop woke at most in the last minute.", lag.max_s),
         ("p99", "The 99th percentile of the loop's lag in the last minute.", lag.p99_s),
     ):
-        yield _family(f"loop_lag_{name}_seconds", help_text, [((), value)])
-
-
-def _buckets(histogram: Histogram) -> list[tuple[str, float]]:
-    """Cumulative counts, as the format wants them."""
-    bounds = [*map(floatToGoString, histogram.bounds_s), "+Inf"]
-    total, buckets = 0, []
-    for bound, n in zip(bounds, histogram.counts, strict=True):
-        total += n
-        buckets.append((bound, float(total)))
-    return buckets
-
-
-def _family(
-    name: str,
-    help_text: str,
-    samples: Iterable[tuple[tuple[str, ...], float]],
-    labels: tuple[str, ...] = (),
-) -> Metric:
-    kind = CounterMetricFamily if name.endswith("_total") else GaugeMetricFamily
-    family = kind(f"{PREFIX}{name}", help_text, labels=labels)
-    for values, value in samples:
-        family.add_metric(values, value)
-    return family
-
-
-def _at(tree: Tree, path: str) -> Any:
-    """The leaf at a dotted path; None if there is none (there is no SSD tier, for example)."""
-    node: Any = tree
-    for name in path.split("."):
-        if not isinstance(node, Mapping) or name not in node:
-            return None
-        node = node[name]
-    return node
+        yield family(f"loop_lag_{name}_seconds", help_text, [((), value)])

@@ -32,7 +32,7 @@ ERRORS: Mapping[int, str] = {
     409: "Other bytes are held under the key, or the parent is not held.",
     412: "A precondition failed.",
     413: "The body is too large; it was not read.",
-    415: "A body of another type.",
+    415: "A body of another type, or encoded.",
     416: "The range lies beyond the blob.",
     421: "The Host header is not served here.",
     503: "Too busy, or stopping: try again after Retry-After.",
@@ -40,7 +40,7 @@ ERRORS: Mapping[int, str] = {
     507: "There is no room.",
     500: "Something failed inside; the daemon's log says what.",
 }
-_ALWAYS = (421, 500, 503)
+_ALWAYS = (400, 421, 500, 503)
 
 
 def describe() -> Tree:
@@ -167,12 +167,23 @@ _HEX_OR_NONE: Tree = {
 _KEYS: Tree = _list(_ref("Key"), minItems=1, maxItems=KEYS_MAX) | {
     "description": "Root side first, all of one length."
 }
+_HINT_TEXT: Tree = {"type": "string", "maxLength": 256}
+_HINT: Tree = _object(
+    {},
+    {
+        "session": _HINT_TEXT,
+        "turn": {"type": ["integer", "null"], "minimum": 0, "maximum": (1 << 63) - 1},
+        "kind": _HINT_TEXT,
+        "finish": _HINT_TEXT,
+    },
+) | {"description": "What the call is for; never changes what it returns."}
 _TIMEOUT: Tree = {"type": "number", "minimum": 0, "maximum": 3600}
 
 _SCHEMAS: Tree = {
     "Key": _HEX,
     "Error": _object(
-        {"error": _TEXT, "message": _TEXT, "retry_after_s": _NUMBER}, {"reason": _TEXT}
+        {"error": _TEXT, "message": _TEXT, "retry_after_s": _NUMBER},
+        {"reason": _TEXT, "result": {"const": "divergent"}},
     ),
     "Namespace": _object(
         {
@@ -246,6 +257,13 @@ _CONDITIONS = [
     _header("If-None-Match", "304 if the blob has one of these tags."),
     _header("If-Match", "412 if it has none of them."),
 ]
+_HINTS = [
+    _header("X-Blobstore-Session", "Conversation or run that it is for, percent-encoded."),
+    _header("X-Blobstore-Turn", "Its number in the session.")
+    | {"schema": {"type": "string", "pattern": "^[0-9]{1,18}$"}},
+    _header("X-Blobstore-Kind", 'Of request, such as "subagent", percent-encoded.'),
+    _header("X-Blobstore-Finish", 'Why the model stopped, such as "tool_use".'),
+]
 _WAIT = _query("timeout_s", "How long to wait for room and for the disk.", _TIMEOUT)
 
 _GET = _operation(
@@ -260,6 +278,7 @@ _GET = _operation(
         _header("Range", "One range of bytes; anything else is ignored."),
         _header("If-Range", "Ignore the range unless the blob has this tag."),
         *_CONDITIONS,
+        *_HINTS,
     ],
 )
 _HEAD = _operation(
@@ -284,7 +303,7 @@ _PUT = _operation(
             200: _json("The same bytes were held.", _object({"result": {"const": "exists"}})),
             409: _json(
                 "Other bytes are held, or the parent is not.",
-                {"anyOf": [_object({"result": {"const": "divergent"}}), _ref("Error")]},
+                _ref("Error"),
             ),
         },
         *(400, 401, 403, 404, 412, 413, 415, 504, 507),
@@ -297,6 +316,7 @@ _PUT = _operation(
         _header("Repr-Digest", "sha-256=:BASE64: is checked before anything is stored."),
         _header("If-None-Match", "*: 412 if the key is held."),
         _header("If-Match", "412 unless the blob that is held has one of these tags."),
+        *_HINTS,
     ],
     body=_body(octets={"type": "string", "format": "binary"}),
 )
@@ -364,7 +384,10 @@ _PATHS: Tree = {
             "The tier of each of them; `eta_s` is how long a get of all would take.",
             _object({"blobs": _COUNT, "tokens": _COUNT, "tiers": _list(_TEXT), "eta_s": _NUMBER}),
         ),
-        {"tail_tokens": _COUNT | {"description": "Of a partial last blob, else 0."}},
+        {
+            "tail_tokens": _COUNT | {"description": "Of a partial last blob, else 0."},
+            "hint": _HINT,
+        },
     ),
     f"{_ONE}/exists": _batch(
         "exists",
@@ -375,6 +398,12 @@ _PATHS: Tree = {
         "stat",
         "Facts about each blob.",
         _json("One for each key.", _object({"blobs": _list(_ref("Facts"))})),
+    ),
+    f"{_ONE}/explain": _batch(
+        "explain",
+        "Why each blob is where it is.",
+        _json("One for each key.", _object({"blobs": _list({"type": "object"})})),
+        keys=_list(_ref("Key"), minItems=1, maxItems=100),
     ),
     f"{_ONE}/prefetch": _batch("prefetch", "Start to bring blobs into DRAM.", _COUNTED),
     f"{_ONE}/pin": _batch(
@@ -401,7 +430,8 @@ _PATHS: Tree = {
             "verify",
             "Read every blob back and check its digests.",
             _answers({200: _json("A report.", {"type": "object"})}, 400, 401, 403, 413, 415),
-            body=_body(json=_object({}, {"timeout_s": _TIMEOUT}, closed=True)),
+            body=_body(json=_object({}, {"timeout_s": _TIMEOUT}, closed=True))
+            | {"required": False},
         )
     },
     "/healthz": {
@@ -429,3 +459,15 @@ VERBS: Mapping[tuple[str, str], str] = {
     if method != "parameters"
 }
 """The name of the operation that a method on a path is."""
+
+QUERIES: Mapping[str, frozenset[str]] = {
+    operation["operationId"]: frozenset(
+        parameter["name"]
+        for parameter in operation.get("parameters", ())
+        if parameter["in"] == "query"
+    )
+    for methods in _PATHS.values()
+    for method, operation in methods.items()
+    if method != "parameters"
+}
+"""What an operation takes in the query."""

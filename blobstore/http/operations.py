@@ -47,7 +47,7 @@ class Operations:
             web.get("/metrics", self.metrics),
             *page.routes(
                 context.store,
-                authorize=lambda request: context.bearer(request).sees,
+                authorize=context.bearer,
                 stopping=self._draining,
                 latencies=self._latencies,
                 lag=self._lag,

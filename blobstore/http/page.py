@@ -23,8 +23,10 @@ from aiohttp import web
 
 from blobstore import __version__
 from blobstore.errors import BlobStoreError, Busy
+from blobstore.holder import Holder
 from blobstore.http.answers import Refusal
 from blobstore.http.loop_lag import LoopLag
+from blobstore.http.tokens import Token
 from blobstore.index import NamespaceState
 from blobstore.latencies import Latencies
 from blobstore.listing import namespace_facts
@@ -36,13 +38,12 @@ VIEWERS_MAX = 32
 NAMESPACES_SHOWN = 20
 NAMESPACES_SEEN_MAX = 2000
 """Looking at more of them would hold up the loop."""
-NAMESPACES_EVERY = 5
-"""Events from one with namespaces to the next."""
+CLIENTS_SHOWN = 20
+LISTS_EVERY = 5
+"""Events from one with lists to the next."""
 
-MayRead = Callable[[str], bool]
-"""Whether a token may read namespaces of this model."""
-Authorize = Callable[[web.Request], MayRead]
-"""What a request may read; raises if it carries no valid token."""
+Authorize = Callable[[web.Request], Token]
+"""Whose request it is; raises if it carries no valid token."""
 
 
 def routes(
@@ -73,8 +74,8 @@ class Snapshots:
         self._latencies = latencies
         self._lag = lag
 
-    def now(self, may_read: MayRead, *, namespaces: bool) -> dict[str, Any]:
-        """Everything as it is now; the list of namespaces only if asked for."""
+    def now(self, token: Token, *, lists: bool) -> dict[str, Any]:
+        """Everything as it is now; namespaces and clients one by one only if asked for."""
         stats = self._store.stats()
         return {
             "version": __version__,
@@ -82,18 +83,34 @@ class Snapshots:
             "stats": stats,
             "lag": _lag(self._lag),
             **_operations(self._latencies),
-            "listed": self._listed(may_read) if namespaces else None,
+            "listed": self._listed(token) if lists else None,
         }
 
-    def _listed(self, may_read: MayRead) -> dict[str, Any]:
+    def _listed(self, token: Token) -> dict[str, Any]:
         every = self._store.index.namespaces
         seen = islice(every.values(), NAMESPACES_SEEN_MAX)
-        readable = (state for state in seen if may_read(state.namespace.model))
+        readable = (state for state in seen if token.sees(state.namespace.model))
         largest = heapq.nlargest(NAMESPACES_SHOWN, readable, key=_nbytes_held)
         return {
             "seen": min(len(every), NAMESPACES_SEEN_MAX),
             "namespaces": [namespace_facts(state) for state in largest],
+            "clients": self._clients() if token.sees_all else None,
         }
+
+    def _clients(self) -> list[dict[str, Any]]:
+        """Those that hold most."""
+        busiest = heapq.nlargest(CLIENTS_SHOWN, self._store.holders, key=_held_by)
+        return [
+            {
+                "name": holder.name,
+                "pid": holder.pid,
+                "connections": holder.connections,
+                "leases": len(holder.leases),
+                "reservations": len(holder.reservations),
+                "lent_bytes": holder.lent_bytes,
+            }
+            for holder in busiest
+        ]
 
 
 class _Page:
@@ -154,11 +171,11 @@ class _Events:
         number = 0
         while not self._stopping.is_set():
             try:
-                may_read = self._authorize(request)
+                token = self._authorize(request)
             except (Refusal, BlobStoreError, web.HTTPException):  # the token has expired
                 return
-            listing = number % NAMESPACES_EVERY == 0
-            body = msgspec.json.encode(self._snapshots.now(may_read, namespaces=listing))
+            lists = number % LISTS_EVERY == 0
+            body = msgspec.json.encode(self._snapshots.now(token, lists=lists))
             try:
                 async with asyncio.timeout(WRITE_TIMEOUT_S):
                     await response.write(b"data: " + body + b"\n\n")
@@ -201,6 +218,11 @@ def _hash_of(text: str) -> str:
 def _nbytes_held(state: NamespaceState) -> int:
     """In all tiers together."""
     return state.dram_bytes + state.ssd_bytes
+
+
+def _held_by(holder: Holder) -> tuple[int, int, int]:
+    """What makes it one of those that are shown."""
+    return holder.lent_bytes, len(holder.leases), holder.connections
 
 
 def _lag(lag: LoopLag | None) -> Mapping[str, float] | None:

@@ -7,16 +7,18 @@ its first start, and the tools of the same user find it there.
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
 import stat
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import IntEnum
 from fnmatch import fnmatchcase
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
@@ -26,6 +28,8 @@ FILE_NAME = "http.token"
 SECRET_BYTES = 32
 SECRET_CHARACTERS_MIN = 16
 ANY = "*"
+
+log = logging.getLogger(__name__)
 
 _BEARER = re.compile(r"[Bb][Ee][Aa][Rr][Ee][Rr] +([A-Za-z0-9._~+/-]+=*) *")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -63,9 +67,51 @@ class Token:
 class Tokens:
     """All tokens of a daemon, by the digest of their secret."""
 
-    def __init__(self, by_digest: Mapping[bytes, Token], wall_clock: Callable[[], float]) -> None:
-        self._by_digest = dict(by_digest)
+    def __init__(
+        self,
+        read: Callable[[], Mapping[bytes, Token]],
+        files: Sequence[Path],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """Those that `read` finds in `files`."""
+        self._read = read
+        self._files = files
         self._wall_clock = wall_clock
+        self._stamps: list[tuple[int, ...]] | None = None
+        self._said = ""
+        self._by_digest = read()
+
+    def refresh(self) -> None:
+        """Read the files again if they have changed; what cannot be used changes nothing."""
+        stamps = self._stamped()
+        if stamps == self._stamps:
+            return
+        self._stamps = stamps
+        try:
+            found = self._read()
+        except SetupError as error:
+            self._stamps = None  # until it can be used
+            if str(error) != self._said:
+                self._said = str(error)
+                log.error("%s; the tokens stay as they were", error)
+            return
+        self._said = ""
+        if found != self._by_digest:
+            self._by_digest = found
+            log.info("read the tokens again: %d", len(found))
+
+    def _stamped(self) -> list[tuple[int, ...]]:
+        """Another list once one of the files has been written, replaced or removed."""
+        found: list[tuple[int, ...]] = []
+        for path in self._files:
+            try:
+                status = path.stat()
+            except OSError:
+                found.append(())
+                continue
+            kept = (status.st_ino, status.st_mtime_ns, status.st_ctime_ns, status.st_size)
+            found.append((*kept, status.st_mode))
+        return found
 
     def find(self, authorizations: Iterable[str]) -> Token | None:
         """The token that the Authorization headers of a request present, if it is good."""
@@ -89,6 +135,11 @@ def load(
 
     Raises SetupError for a file that others could read or that makes no sense.
     """
+    files = [data_dir / FILE_NAME] + ([extra] if extra is not None else [])
+    return Tokens(partial(_all, data_dir, extra), files, wall_clock)
+
+
+def _all(data_dir: Path, extra: Path | None) -> dict[bytes, Token]:
     by_digest = {
         sha256(_secret(data_dir / FILE_NAME).encode()).digest(): Token("default", Right.ADMIN)
     }
@@ -97,7 +148,7 @@ def load(
             if digest in by_digest:
                 raise SetupError(f"{extra}: the secret of token {token.name!r} is another's too")
             by_digest[digest] = token
-    return Tokens(by_digest, wall_clock)
+    return by_digest
 
 
 def check(data_dir: Path, extra: Path | None) -> None:

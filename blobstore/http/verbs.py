@@ -10,6 +10,7 @@ import msgspec
 from aiohttp import web
 
 from blobstore.errors import InvalidRequest
+from blobstore.hint import Hint
 from blobstore.http import bodies
 from blobstore.http.answers import Refusal, answer, answer_list, encoded
 from blobstore.http.context import Context, bounded, hex_bytes, require, unpacked, whole_of
@@ -26,6 +27,8 @@ PAGE_MAX = 1000
 NAMESPACE_BYTES_MAX = 1 << 20
 AT_ONCE = 1000
 """Blobs or namespaces, before others have their turn."""
+EXPLAIN_KEYS_MAX = 100
+"""Of one call: each takes some 50 µs."""
 INLINE_KEYS = 2000
 """More of them are unpacked on a thread."""
 
@@ -40,11 +43,27 @@ class Chain(msgspec.Struct, forbid_unknown_fields=True):
     keys: KeyList
 
 
+class Hints(msgspec.Struct, frozen=True):
+    """What the call is for; unknown fields are a newer client's."""
+
+    session: str = ""
+    turn: Count | None = None
+    kind: str = ""
+    finish: str = ""
+
+
 class Match(msgspec.Struct, forbid_unknown_fields=True):
     """A chain whose last blob has `tail_tokens` tokens, if it is partial."""
 
     keys: KeyList
     tail_tokens: Count = 0
+    hint: Hints = Hints()
+
+
+class Explanation(msgspec.Struct, forbid_unknown_fields=True):
+    """Keys of blobs to be told about."""
+
+    keys: Annotated[list[Hex], msgspec.Meta(min_length=1, max_length=EXPLAIN_KEYS_MAX)]
 
 
 class Pin(msgspec.Struct, forbid_unknown_fields=True):
@@ -93,6 +112,7 @@ class Verbs:
             f"{one}/match": self.match,
             f"{one}/exists": self.exists,
             f"{one}/stat": self.stat,
+            f"{one}/explain": self.explain,
             f"{one}/prefetch": self.prefetch,
             f"{one}/pin": self.pin,
             f"{one}/drop": self.drop,
@@ -163,8 +183,9 @@ class Verbs:
         per_blob = ns.namespace.tokens_per_blob
         if asked.tail_tokens >= per_blob:
             raise InvalidRequest(f"tail of {asked.tail_tokens} tokens in blobs of {per_blob}")
+        hint = Hint(**msgspec.structs.asdict(asked.hint))
         keys, key_bytes = await _unpacked(asked.keys)
-        n, warm, eta_s = self._store.match(ns.id, keys, key_bytes)
+        n, warm, eta_s = self._store.match(ns.id, keys, key_bytes, hint=hint)
         tokens = n * per_blob
         if n == len(asked.keys) and asked.tail_tokens:
             tokens -= per_blob - asked.tail_tokens
@@ -187,6 +208,17 @@ class Verbs:
             async for some in _in_turns(keys, key_bytes)
         ]
         return answer_list("blobs", slices)
+
+    async def explain(self, request: web.Request) -> web.StreamResponse:
+        """Why each blob is where it is."""
+        ns = self._context.namespace(request, Right.READ)
+        asked = await self._body(request, Explanation)
+        keys, key_bytes = await _unpacked(asked.keys)
+        told = self._store.explain(ns.id, keys, key_bytes)
+        if not self._context.bearer(request).sees_all:
+            for about in told:  # whose turn it is next may be others' blobs
+                about.pop("next", None)
+        return answer({"blobs": told})
 
     async def prefetch(self, request: web.Request) -> web.StreamResponse:
         """Start to bring the leading blobs into DRAM."""
@@ -224,7 +256,9 @@ class Verbs:
         token = self._context.bearer(request)
         require(token, Right.ADMIN)
         _require_all(token)
-        asked = await self._body(request, Verification)
+        asked = Verification()
+        if bodies.expected_length(request) != 0:
+            asked = await self._body(request, Verification)
         return answer(await self._store.verify(bounded(asked.timeout_s, "timeout_s")))
 
     async def healthz(self, request: web.Request) -> web.StreamResponse:

@@ -40,10 +40,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
-    """A daemon with both tiers. What tests put stays: each uses namespaces of its own."""
+    """A daemon with both tiers. What tests put stays: each uses namespaces of its own.
+
+    Tests flood it and know what leaves first, so its order is one that learns nothing.
+    """
     home = tmp_path_factory.mktemp("contract")
     options = ("--dram", format_size(DRAM_BYTES), "--ssd", "512MiB", "--http", "127.0.0.1:0")
-    with daemon(home, *options) as run:
+    with daemon(home, *options, environ={"BLOBSTORE__TIERING__POLICY": "lru"}) as run:
         yield run
 
 

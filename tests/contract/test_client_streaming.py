@@ -273,5 +273,6 @@ class TestFollowingAWriter:
         with kv.get(ns, keys, stream=True, wait=True):
             writer.abort()
             poll_until(lambda: other.stats()["lent_bytes"] == 0, 5.0)
-            assert other.stats()["pinned_bytes"] == N * NBYTES
+            # Blobs of others may still be on their way to SSD, pinned.
+            poll_until(lambda: other.stats()["pinned_bytes"] == N * NBYTES, 5.0)
         poll_until(lambda: other.stats()["pinned_bytes"] == 0, 5.0)

@@ -254,8 +254,8 @@ def test_a_blob_that_the_ssd_cannot_hold_costs_no_other_its_place(tmp_path: Path
 
 
 def test_room_on_the_ssd_comes_from_the_ends_of_chains(tmp_path: Path) -> None:
-    with SimStore(tmp_path, dram_bytes=48 * MIB, ssd_bytes=16 * MIB) as world:
-        ns, big = world.declare(_namespace(1536 * KIB)), world.declare(_namespace(9 * MIB))
+    with SimStore(tmp_path, dram_bytes=48 * MIB, ssd_bytes=20 * MIB) as world:
+        ns, big = world.declare(_namespace(1536 * KIB)), world.declare(_namespace(13 * MIB))
         keys = _keys(8)
         client = world.client()
         _put(world, client, ns, keys, nbytes=1536 * KIB)
@@ -265,7 +265,8 @@ def test_room_on_the_ssd_comes_from_the_ends_of_chains(tmp_path: Path) -> None:
         assert len(world.run(client.read(ns, keys))) == 5
         world.finish_all()
         world.call(client.drop, ns, keys, "dram")
-        assert _put(world, client, big, _keys(1), nbytes=9 * MIB) == ["stored"]
+        stored = _put(world, client, big, _keys(1), nbytes=13 * MIB, retention="durable")
+        assert stored == ["stored"]
         world.finish_all()
         n = client.match(ns, keys)
         assert 1 <= n <= 4

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 import shutil
 import sys
 import tempfile
@@ -32,6 +33,8 @@ from hypothesis.stateful import (
 from blobstore import residency, sealing
 from blobstore.digest import payload_digest, piece_digests
 from blobstore.index import Record
+from blobstore.settings import POLICIES, TieringSettings
+from blobstore.tiering.admission import Admission, Verdict
 from blobstore.tiering.tier import Extent
 from blobstore.units import KIB, MIB
 from tests.support import store_model as drawn
@@ -55,6 +58,24 @@ from tests.support.store_model import (
 )
 
 
+class MoodyAdmission(Admission[Record]):
+    """Lets blobs onto SSD or not as the mood takes it."""
+
+    def __init__(self, sober: Admission[Record], rng: random.Random) -> None:
+        self._sober = sober
+        self._rng = rng
+
+    def decide(
+        self, chain: Sequence[Record], nbytes: int, free_bytes: int, now_s: float
+    ) -> Verdict:
+        verdict = self._sober.decide(chain, nbytes, free_bytes, now_s)
+        refused = Verdict(False, self._rng.choice(["unlikely", "budget"]))
+        return self._rng.choice([verdict, refused, Verdict(True, "worth")])
+
+    def wrote(self, nbytes: int, now_s: float) -> None:
+        self._sober.wrote(nbytes, now_s)
+
+
 class StoreMachine(RuleBasedStateMachine):
     """Rules are what clients, threads, time, disks and people do to a store."""
 
@@ -69,13 +90,26 @@ class StoreMachine(RuleBasedStateMachine):
         self.calls: list[Call] = []
         self.n_clients = 0
 
-    @initialize(seed=st.integers(0, 2**32 - 1), ssd_bytes=st.sampled_from([4 * MIB] * 7 + [0]))
-    def start(self, seed: int, ssd_bytes: int) -> None:
-        self.world = SimStore(self.directory, lent_bytes_max=MIB, ssd_bytes=ssd_bytes, seed=seed)
+    @initialize(
+        seed=st.integers(0, 2**32 - 1),
+        ssd_bytes=st.sampled_from([4 * MIB] * 7 + [0]),
+        policy=st.sampled_from(POLICIES),
+        rate=st.sampled_from([0, 0, 0, 200 * KIB]),
+        moody=st.booleans(),
+    )
+    def start(self, seed: int, ssd_bytes: int, policy: str, rate: int, moody: bool) -> None:
+        tiering = TieringSettings(policy, demote_rate=rate, promote_rate=rate)
+        self.world = SimStore(
+            self.directory, lent_bytes_max=MIB, ssd_bytes=ssd_bytes, seed=seed, tiering=tiering
+        )
+        self.moody = moody
         self.greet()
 
     def greet(self) -> None:
         """What clients do when the store was started."""
+        if self.moody and self.world.store._writeback is not None:
+            mover = self.world.store._writeback.mover
+            mover._admission = MoodyAdmission(mover._admission, self.world.sim.rng)
         for namespace in NAMESPACES:
             self.world.declare(namespace)
         self.clients = [self._new_client() for _ in range(2)]

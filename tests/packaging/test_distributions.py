@@ -69,7 +69,8 @@ def test_the_wheel_names_its_commands_licence_and_extras(dist: Path) -> None:
     metadata = email.message_from_bytes(wheel.read(f"{folder}/METADATA"))
     assert metadata["Name"] == "kv-blobstore"
     assert metadata["License-Expression"] == "Apache-2.0"
-    assert set(metadata.get_all("Provides-Extra", [])) == {"gpu", "ucx", "demo", "peers", "dev"}
+    extras = {"gpu", "ucx", "demo", "peers", "transformers", "dev"}
+    assert set(metadata.get_all("Provides-Extra", [])) == extras
     assert f"{folder}/licenses/LICENSE" in wheel.namelist()
 
 

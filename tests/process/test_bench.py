@@ -21,8 +21,8 @@ from blobstore.units import MIB
 ROWS = {
     "rpc": ["rpc.ping", "rpc.match_1000", "rpc.match_1000.half"],
     "tiers": [
-        "dram.lease", "dram.get_into", "dram.put",
-        "ssd.read", "ssd.first_layer", "ssd.write", "ssd.write.full",
+        "dram.lease", "dram.get_into", "dram.put", "dram.put_pressed",
+        "ssd.read", "ssd.promote", "ssd.first_layer", "ssd.write", "ssd.write.full",
         "http.get", "http.put",
     ],
     "midfill": ["midfill"],

@@ -138,7 +138,8 @@ def test_a_put_that_waits_gets_the_room_of_a_client_that_is_killed(
 
 
 def test_a_stopped_clients_late_writes_never_reach_a_published_blob(tmp_path: Path) -> None:
-    environ = {"BLOBSTORE__TIMES__RESERVATION_S": "0.3"}
+    # What was put last is still there, by the order of LRU alone.
+    environ = {"BLOBSTORE__TIMES__RESERVATION_S": "0.3", "BLOBSTORE__TIERING__POLICY": "lru"}
     with (
         daemon(tmp_path, environ=environ) as run,
         Client(run.address, timeout_s=20.0) as kv,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from playwright.async_api import Browser, ConsoleMessage, Page, Request, expect
 
 from blobstore.http.loop_lag import LoopLag
 from blobstore.latencies import Latencies
+from blobstore.layout import KVLayout
+from blobstore.namespace import Namespace
 from blobstore.settings import StoreSettings
 from blobstore.store import Store
 from blobstore.units import KIB, MIB
@@ -50,6 +53,7 @@ TOO_FAINT = """(least) => {
 }"""
 CUT_OFF = """([nbytes, time]) => {
   const widest = { "#hits tr:first-child td:nth-child(4)": nbytes, "#namespaces td": nbytes,
+    "#moves td:nth-child(4)": nbytes, "#attached td:nth-child(4)": nbytes,
     "#operations td:nth-child(3)": time, "#operations td:nth-child(4)": time };
   for (const [cells, text] of Object.entries(widest))
     for (const cell of document.querySelectorAll(cells)) cell.textContent = text;
@@ -305,12 +309,71 @@ async def test_everything_that_means_something_has_a_name(
         ("table", "Look-ups"),
         ("table", "Slowest operations"),
         ("table", "Namespaces"),
+        ("table", "Moves"),
+        ("table", "Clients"),
+        ("region", "Policy"),
         ("region", "Tiers"),
         ("button", "Forget token"),
     ):
         await expect(page.get_by_role(role, name=name)).to_have_count(1)  # type: ignore[arg-type]
     headings = await page.get_by_role("heading", level=2).all_text_contents()
     assert headings[:2] == ["Tiers", "Throughput"]
+
+
+async def test_it_shows_what_moved_and_why_and_who_is_attached(
+    browser: Browser, serving: Serving, store: Store
+) -> None:
+    await work(store, serving.latencies)
+    record = next(store.index.records())
+    for _ in range(3):
+        store.counters.moved("dram>none", "kept_on_ssd", record)
+    store.counters.refused("ssd", "unlikely", record)
+    for _ in range(9):  # the store's own get makes one more
+        store.counters.ages.reused(200.0)
+    viewer = await view(browser)
+    await viewer.connect(serving.address)
+    moves = viewer.page.locator("#moves tr")
+    # The store's own moves come between, as soon as it writes what was put.
+    for text in ("left DRAM: kept on ssd03192 KiB", "not onto SSD: unlikely0164.0 KiB"):
+        await expect(moves.filter(has_text=text)).to_have_count(1)
+    store.counters.moved("dram>none", "kept_on_ssd", record)
+    await expect(moves.filter(has_text="left DRAM: kept on ssd14256 KiB")).to_have_count(1)
+    clients = viewer.page.get_by_role("table", name="Clients").get_by_role("rowheader")
+    await expect(clients).to_have_text(re.compile(r"client \d+"))
+    await expect(viewer.page.locator("#gap")).to_have_text(re.compile(r"\d+ min \d+ s"))
+    assert viewer.complaints == []
+
+
+async def test_of_many_operations_the_busiest_are_shown(browser: Browser, serving: Serving) -> None:
+    for number in range(15):
+        for _ in range(number):
+            serving.latencies.note("local", f"verb{number}", serving.latencies.clock(), "busy")
+    serving.latencies.note("http", "never", serving.latencies.clock())
+    viewer = await view(browser)
+    await viewer.connect(serving.address)
+    rows = viewer.page.locator("#operations tr")
+    await expect(rows).to_have_count(12)
+    await viewer.is_shown("#no-operations", "and 3 others, asked for less")
+    names = await rows.locator("th").all_text_contents()
+    assert names == sorted(f"local verb{number}" for number in range(3, 15))
+    # What failed before the last minute is no news.
+    await expect(rows.first.locator("td").last).to_have_text("0")
+    serving.latencies.note("local", "verb10", serving.latencies.clock(), "busy")
+    await expect(rows.first.locator("td").last).to_have_text("1")
+
+
+async def test_namespaces_of_one_model_are_told_apart(
+    browser: Browser, serving: Serving, store: Store
+) -> None:
+    for salt in ("one", "two"):
+        await store.declare(Namespace("llama", KVLayout.opaque(NBYTES), salt=salt).encode())
+    viewer = await view(browser)
+    await viewer.connect(serving.address)
+    names = viewer.page.locator("#namespaces tr th")
+    await expect(names).to_have_count(2)
+    found = await names.all_text_contents()
+    assert all(re.fullmatch(r"llama · [0-9a-f]{8}", name) for name in found)
+    assert len(set(found)) == 2
 
 
 async def test_a_store_without_ssd_says_so(browser: Browser, tmp_path: Path) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import os
+import select
 import shutil
 import socket
 import ssl
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -34,7 +36,7 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpDaemon]:
         assert "Traceback" not in running.run.said
 
 
-VERBS = ("match", "exists", "stat", "prefetch", "pin", "drop")
+VERBS = ("match", "exists", "stat", "explain", "prefetch", "pin", "drop")
 DATA_ROUTES = [
     ("POST", "/v1/namespaces"), ("GET", "/v1/namespaces"), ("GET", "/v1/stats"),
     ("POST", "/v1/verify"), ("GET", "{ns}/blobs"), ("PUT", "{ns}/blobs/{key}"),
@@ -124,6 +126,20 @@ def test_rights_and_namespaces(shared_door: HttpDaemon) -> None:
     declared = {"model": "c", "opaque_bytes": 8}
     assert door.post("/v1/namespaces", declared, token=reader).status == 403
     assert door.post("/v1/namespaces", declared | {"model": "a/y"}, token=reader).status == 200
+
+
+def test_explain_names_no_blobs_of_namespaces_that_a_token_may_not_see(
+    shared_door: HttpDaemon,
+) -> None:
+    door = shared_door
+    ns = door.declare(8, "a/x")
+    put(door, f"{ns}/blobs/{key('explained')}", bytes(8))
+    asked = {"keys": [key("explained")]}
+    (seen,) = door.post(f"{ns}/explain", asked, token=SECRETS["reader"]).json["blobs"]
+    assert seen["known"]
+    assert "next" not in seen
+    (seen,) = door.post(f"{ns}/explain", asked).json["blobs"]
+    assert "next" in seen
 
 
 def _models(door: HttpDaemon, token: str) -> list[str]:
@@ -295,6 +311,30 @@ def test_tls_that_cannot_work_is_one_line(
     assert (code, words in said) == (1, True), said
 
 
+def test_handshakes_that_stall_count_as_connections(tmp_path: Path, certificate: Path) -> None:
+    environ = {
+        "BLOBSTORE__HTTP__TLS_CERT": os.fspath(certificate / "cert.pem"),
+        "BLOBSTORE__HTTP__TLS_KEY": os.fspath(certificate / "key.pem"),
+        "BLOBSTORE__HTTP__MAX_CONNECTIONS": "20",
+    }
+    with http_daemon(tmp_path, environ=environ) as door, ExitStack() as stack:
+        door.tls = ssl.create_default_context(cafile=certificate / "cert.pem")
+        descriptors = Path(f"/proc/{door.run.process.pid}/fd")
+        before = len(os.listdir(descriptors))
+        peers = [stack.enter_context(door.connect()) for _ in range(100)]
+        poll_until(lambda: len(select.select(peers, [], [], 0)[0]) == 80)  # hung up on
+        assert len(os.listdir(descriptors)) <= before + 21
+        stack.close()
+        poll_until(lambda: _answers(door))
+
+
+def _answers(door: HttpDaemon) -> bool:
+    try:
+        return door.ask("GET", "/v1/stats").status == 200
+    except OSError:
+        return False
+
+
 def test_with_tls_it_may_listen_on_every_address(tmp_path: Path, certificate: Path) -> None:
     environ = {
         "BLOBSTORE__HTTP__TLS_CERT": os.fspath(certificate / "cert.pem"),
@@ -305,3 +345,43 @@ def test_with_tls_it_may_listen_on_every_address(tmp_path: Path, certificate: Pa
         door.tls.load_verify_locations(certificate / "cert.pem")
         for host, status in (("127.0.0.1", 200), ("10.1.2.3:99", 200), ("evil.example", 421)):
             assert door.ask("GET", "/v1/stats", headers={"Host": host}).status == status
+
+
+def test_health_is_told_to_whoever_names_no_host(door: HttpDaemon) -> None:
+    with door.connect() as peer:
+        peer.sendall(b"GET /readyz HTTP/1.0\r\n\r\n")
+        assert peer.recv(65536).startswith(b"HTTP/1.0 200 ")
+
+
+def test_a_target_with_a_host_is_for_that_host(door: HttpDaemon) -> None:
+    for host, status in (("evil.example", b"421"), (f"127.0.0.1:{door.port}", b"200")):
+        with door.connect() as peer:
+            peer.sendall(door.head_of("GET", f"http://{host}/v1/stats"))
+            assert peer.recv(65536).startswith(b"HTTP/1.1 %s " % status)
+
+
+def test_verify_needs_no_body(door: HttpDaemon) -> None:
+    answer = door.ask("POST", "/v1/verify")
+    assert (answer.status, answer.json["complete"]) == (200, True)
+
+
+def test_a_token_that_was_taken_away_opens_nothing_more(tmp_path: Path) -> None:
+    secret = SECRETS["reader"]
+    entry = TOKENS.partition('[[token]]\nname = "writer')[0].format(
+        reader=hashlib.sha256(secret.encode()).hexdigest()
+    )
+    file = tmp_path / "tokens.toml"
+    file.write_text(entry)
+    with http_daemon(tmp_path, environ={"BLOBSTORE__HTTP__TOKENS": os.fspath(file)}) as door:
+        assert door.ask("GET", "/v1/stats", token=secret).status == 200
+        file.write_text("")
+        poll_until(lambda: door.ask("GET", "/v1/stats", token=secret).status == 401)
+        assert door.ask("GET", "/v1/stats").status == 200
+
+
+def test_every_answer_tells_which_run_it_is_of(door: HttpDaemon) -> None:
+    boot = str(door.stats()["boot_id"])
+    path = f"{door.declare(8, 'boot')}/blobs/{key(1)}"
+    put(door, path, bytes(8))
+    for method, where in (("GET", path), ("HEAD", path), ("GET", "/healthz"), ("GET", "/nothing")):
+        assert door.ask(method, where).headers["x-blobstore-boot"] == boot

@@ -177,6 +177,8 @@ def test_a_daemon_that_restarts_is_found_again(tmp_path: Path) -> None:
             kv.put_from(ns, keys, [bytes(SMALL.nbytes)] * N, retention="durable")
         with daemon(tmp_path, *options):
             assert count_right(kv, SMALL, keys) == N
+            boot_id = kv.boot_id  # told with every answer
+            assert boot_id == kv.stats()["boot_id"]
         kv.close()
 
 
@@ -248,8 +250,11 @@ def test_over_tls_whoever_the_ca_vouches_for_is_served(
                 keys = chain(namespace, 1, N)
                 assert put(kv, namespace, keys) == ["stored"] * N
                 assert count_right(kv, namespace, keys) == N
-        with pytest.raises(Unavailable, match="CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(Unavailable, match=r"self-signed certificate.*ca_file"):
             reach(kind, run)
+        plain = HttpDaemon(run).url.replace("https", "HTTP")
+        with pytest.raises(Unavailable, match="does it serve TLS"):
+            connect(kind.partition(" ")[0], plain, token="t")
         assert "Traceback" not in run.said, run.said
 
 

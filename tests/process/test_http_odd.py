@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -142,9 +143,66 @@ def test_what_is_no_request_is_refused_and_logged_in_no_detail(
 ) -> None:
     with door.connect() as peer:
         peer.sendall(sent)
-        assert peer.recv(65536).startswith(b"HTTP/1.")
+        said = peer.recv(65536)
+        assert said.startswith(b"HTTP/1.")
+        head, _, body = said.partition(b"\r\n\r\n")
+        assert b"aiohttp" not in said
+        assert b"Server: blobstore" in head
+        assert json.loads(body)["error"] in ("invalid_request", "not_found")
+        assert sent[-40:-4] not in body
     assert door.ask("GET", "/healthz", token=None).status == 200
     assert "Traceback" not in door.run.said
+
+
+CHUNKED = b"5\r\nhello\r\n0\r\n\r\n"
+
+
+@pytest.mark.parametrize("coding", ["gzip, chunked", "deflate,chunked", "x, chunked"])
+def test_bodies_in_codings_that_would_be_stored_are_refused(door: HttpDaemon, coding: str) -> None:
+    path = f"{door.declare(5, 'coded')}/blobs/{key(coding)}"
+    for method, where in (("PUT", path), ("POST", "/v1/namespaces")):
+        with door.connect() as peer:
+            peer.sendall(
+                door.head_of(method, where, BODY | {"Transfer-Encoding": coding}) + CHUNKED
+            )
+            said = peer.recv(65536)
+            assert said.startswith((b"HTTP/1.1 415 ", b"HTTP/1.0 400 ")), said
+    assert door.ask("HEAD", path).status == 404
+
+
+def test_encodings_named_twice_are_refused(door: HttpDaemon) -> None:
+    path = f"{door.declare(5, 'coded')}/blobs/{key('twice')}"
+    twice = "identity\r\nContent-Encoding: gzip"
+    head = door.head_of("PUT", path, {"Content-Length": "5", "Content-Encoding": twice})
+    with door.connect() as peer:
+        peer.sendall(head + b"hello")
+        assert peer.recv(65536).startswith(b"HTTP/1.1 415 ")
+
+
+@pytest.mark.parametrize(
+    "query", ["parnet=x", "Parent=x", "parent", "tokens=256&tokens=256", "retention=durable&x="]
+)
+def test_a_misspelt_query_is_refused_not_ignored(door: HttpDaemon, query: str) -> None:
+    path = f"{door.declare(8, 'query')}/blobs/{key(query)}"
+    query = query.replace("parent", f"parent={key(1)}&parent={key(2)}")
+    answer = door.ask("PUT", f"{path}?{query}", bytes(8))
+    assert (answer.status, answer.error) == (400, "invalid_request"), answer
+    assert "known are parent, retention, timeout_s, tokens" in answer.json["message"]
+    assert door.ask("HEAD", path).status == 404
+    assert door.ask("GET", "/v1/stats?x=1").status == 400
+    assert door.ask("GET", "/healthz?now=1", token=None).status == 200
+    assert door.ask("GET", "/?x=1", token=None).status == 200
+
+
+def test_what_is_not_served_says_what_is(door: HttpDaemon) -> None:
+    assert "/openapi.json" in door.ask("GET", "/v2").json["message"]
+    ns = door.declare(8, "odd")
+    assert "for POST" in door.ask("GET", f"{ns}/match").json["message"]
+
+
+def test_an_answer_ends_its_line(door: HttpDaemon) -> None:
+    for path in ("/healthz", "/v1/stats", "/v1/namespaces", "/nothing"):
+        assert door.ask("GET", path).body.endswith(b"}\n")
 
 
 def test_mutated_requests_harm_nobody(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import select
 import signal
 import socket
 from contextlib import ExitStack, suppress
@@ -65,7 +66,13 @@ def test_a_reader_that_vanishes_gives_everything_back_at_once(tmp_path: Path) ->
                 peer.recv(1024)
                 assert door.stats()["leases"] == 1
             poll_until(door.nothing_is_lent, 5.0)
+        assert _failed(door, "get", "cut") == 5
         assert "Traceback" not in door.run.said
+
+
+def _failed(door: HttpDaemon, verb: str, error: str) -> int:
+    labels = f'door="http",error="{error}",verb="{verb}"'
+    return _gauge(door, f"blobstore_failed_operations_total{{{labels}}}")
 
 
 def test_a_writer_that_stops_loses_its_reservation(tmp_path: Path) -> None:
@@ -83,6 +90,7 @@ def test_a_writer_that_stops_loses_its_reservation(tmp_path: Path) -> None:
             peer.settimeout(10.0)
             assert _rest_of(peer) == 0
         assert door.ask("HEAD", f"{ns}/blobs/{key(1)}").status == 404
+        assert [_failed(door, verb, "cut") for verb in ("put", "match")] == [1, 1]
         assert "Traceback" not in door.run.said
 
 
@@ -98,10 +106,14 @@ def test_a_peer_that_asks_and_never_reads_is_cut_off(tmp_path: Path) -> None:
 
 
 def _n_connections(door: HttpDaemon) -> int:
+    return _gauge(door, 'blobstore_open_connections{door="http"}')
+
+
+def _gauge(door: HttpDaemon, name: str) -> int:
+    """What /metrics says of it; 0 if it is not there."""
     text = door.ask("GET", "/metrics").body.decode()
-    found = re.search(r'^blobstore_open_connections{door="http"} ([0-9.]+)$', text, re.MULTILINE)
-    assert found is not None
-    return int(float(found[1]))
+    found = re.search(rf"^{re.escape(name)} ([0-9.]+)$", text, re.MULTILINE)
+    return int(float(found[1])) if found is not None else 0
 
 
 def test_a_slow_upload_that_goes_on_outlasts_a_reservation(tmp_path: Path) -> None:
@@ -210,6 +222,35 @@ def test_a_cut_read_does_not_spoil_the_next(tmp_path: Path) -> None:
             assert door.ask("GET", f"{ns}/blobs/{key(number)}").body == contents[number]
         poll_until(door.nothing_is_lent)
         assert "Traceback" not in door.run.said
+
+
+def test_long_bodies_take_no_more_memory_than_there_is_for_them(tmp_path: Path) -> None:
+    nbytes = 15 * MIB
+    with http_daemon(tmp_path) as door, ExitStack() as stack:
+        ns = door.declare(8)
+        head = door.head_of("POST", f"{ns}/exists", BODY | {"Content-Length": str(nbytes)})
+        peers = [stack.enter_context(door.connect()) for _ in range(12)]
+        before = _anonymous_bytes(door)
+        for peer in peers:
+            with suppress(OSError):  # the daemon hung up on what it had refused
+                peer.sendall(head + bytes(nbytes - 1))
+        poll_until(lambda: len(_answered(peers)) >= 3)
+        assert len(_answered(peers)) < 12
+        assert _anonymous_bytes(door) - before < 200 * MIB
+        assert door.post(f"{ns}/exists", {"keys": [key(1)]}).status == 200
+        stack.close()
+        poll_until(lambda: _takes_a_long_body(door, ns), 10.0)
+
+
+def _answered(peers: list[socket.socket]) -> list[socket.socket]:
+    """Those that have an answer, or a connection that broke."""
+    return select.select(peers, [], [], 0)[0]
+
+
+def _takes_a_long_body(door: HttpDaemon, ns: str) -> bool:
+    keys = [f"{number:0128x}" for number in range(100_000)]
+    answers = [door.post(f"{ns}/{verb}", {"keys": keys}) for verb in ("exists", "stat")]
+    return [answer.status for answer in answers] == [200, 200]
 
 
 def test_thousands_of_idle_connections(tmp_path: Path) -> None:

@@ -53,12 +53,35 @@ class Blocking:
     def put(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
         return _Writer(self._runner, self._run(self._client.put(*args, **options)))
 
+    def session(self, *args: Any, **options: Any) -> _Session:
+        return _Session(self._runner, self._client.session(*args, **options))
+
     def __getattr__(self, name: str) -> Any:
         method = getattr(self._client, name)
         return lambda *args, **options: self._run(method(*args, **options))
 
     def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
         return _run(self._runner, coroutine)
+
+
+class _Session:
+    """AsyncClientSession with the calls of ClientSession."""
+
+    def __init__(self, runner: asyncio.Runner, session: Any) -> None:
+        self._runner = runner
+        self._session = session
+
+    def get(self, *args: Any, **options: Any) -> _Lease:
+        return _Lease(self._runner, _run(self._runner, self._session.get(*args, **options)))
+
+    def put(self, *args: Any, **options: Any) -> AbstractContextManager[Any]:
+        return _Writer(self._runner, _run(self._runner, self._session.put(*args, **options)))
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._session, name)
+        if name not in ("match", "get_into", "put_from", "finish_turn"):
+            return found
+        return lambda *args, **options: _run(self._runner, found(*args, **options))
 
 
 class _Lease(Sequence[memoryview]):

@@ -10,7 +10,7 @@ from aiohttp import web
 from blobstore.errors import Busy
 from blobstore.http import page
 from blobstore.http.loop_lag import LoopLag
-from blobstore.http.page import MayRead
+from blobstore.http.tokens import Right, Token
 from blobstore.latencies import Latencies
 from blobstore.store import Store
 
@@ -24,7 +24,7 @@ class Serving:
         self.store = store
         self.latencies = latencies
         self.lag = lag
-        self.tokens: dict[str, MayRead] = {TOKEN: lambda model: True}
+        self.tokens: dict[str, Token] = {TOKEN: Token("tests", Right.READ)}
         self.asked: list[str] = []
         """Paths and queries of all requests."""
         self.n_served = 0
@@ -68,7 +68,7 @@ class Serving:
             runner, self._runner = self._runner, None
             await runner.cleanup()
 
-    def _authorize(self, request: web.Request) -> MayRead:
+    def _authorize(self, request: web.Request) -> Token:
         kind, _, secret = request.headers.get("Authorization", "").partition(" ")
         if kind != "Bearer" or secret not in self.tokens:
             raise web.HTTPUnauthorized(headers={"WWW-Authenticate": "Bearer"})

@@ -99,7 +99,7 @@ class Fuzzer:
             "group": rng.choice(("", "g")),
             "epoch": rng.randrange(2),
             "parts": rng.choice(([], [0])),
-            "hint": {},
+            "hint": rng.choice(({}, {"session": "s", "turn": 3, "kind": "main", "finish": "stop"})),
             "tier": rng.choice(("", "dram")),
             "digests": [],
             "alive": [],

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Set
 from itertools import pairwise
+from typing import Any
 
 from blobstore.holder import Holder
 from blobstore.index import Record, Retention
@@ -27,6 +28,7 @@ def audit(store: Store, *, quiet: bool = False) -> None:
     _audit_drafts(store)
     if store._ssd is not None:
         _audit_ssd(store, quiet=quiet)
+        _audit_mover(store, quiet=quiet)
     _audit_counts(store)
 
 
@@ -44,12 +46,12 @@ def is_idle(store: Store) -> bool:
 
 def _known(store: Store) -> Iterator[Record]:
     """Every record that anything in the store still refers to."""
-    queue = [*store.index.records(), *_of_holders(store._holders.values()), *store._pinned_until]
+    queue = [*store.index.records(), *_of_holders(store._holders.values()), *store.pins]
     for state in store.index.namespaces.values():
         for drafts in state.drafts.values():
             queue.extend(drafts)
     if store._writeback is not None:
-        queue.extend(store._writeback._queue)
+        queue.extend(record for record, _ in store._writeback._queue)
         queue.extend(item.record for item in store._writeback._committer._written)
     seen: set[Record] = set()
     while queue:
@@ -136,6 +138,7 @@ def _audit_dram(store: Store, known: set[Record], *, quiet: bool) -> None:
 
 def _audit_policies(store: Store) -> None:
     records = list(store.index.records())
+    mover = store._writeback.mover if store._writeback is not None else None
     evictable = {
         record
         for record in records
@@ -144,6 +147,7 @@ def _audit_policies(store: Store) -> None:
         and (
             record.ssd is not False
             or not (record.has_children or record.heirs or record.retention is Retention.DURABLE)
+            or (mover is not None and mover.waits(record))
         )
     }
     _same(set(store.residency._policy.victims()), evictable, "DRAM policy")
@@ -162,7 +166,7 @@ def _audit_policies(store: Store) -> None:
 
 
 def _audit_pins(store: Store, known: set[Record], *, quiet: bool) -> None:
-    pins: Counter[Record] = Counter(list(store._pinned_until))
+    pins: Counter[Record] = Counter(list(store.pins))
     heirs: Counter[Record] = Counter()
     for holder in store._holders.values():
         lent = 0
@@ -241,11 +245,41 @@ def _audit_ssd(store: Store, *, quiet: bool) -> None:
         assert row.retention == record.retention.name.lower()
 
 
+def _audit_mover(store: Store, *, quiet: bool) -> None:
+    assert store._writeback is not None
+    mover = store._writeback.mover
+    for record in (*mover._waiting, *mover._refused):
+        assert record.packed, f"{_name(record)} is not in DRAM"
+        assert record.ssd is False, f"{_name(record)} is on SSD"
+        assert not record.dirty
+        assert not record.unsaved
+    assert not mover._waiting.keys() & mover._refused.keys()
+    assert mover._waiting_bytes == sum(record.nbytes for record in mover._waiting)
+    assert mover.coming_bytes == sum(record.nbytes for record in mover._coming)
+    assert all(record.dirty for record in mover._coming)
+    if quiet:
+        assert not mover._coming
+    for record in store.index.records():
+        alone = record.packed and record.ssd is False and not record.dirty and not record.unsaved
+        if alone and record.retention is not Retention.VOLATILE:
+            decided = record in mover._refused or record in mover._waiting
+            assert decided, f"{_name(record)} was never decided about"
+
+
 def _audit_counts(store: Store) -> None:
     assert store.readers.count == sum(len(holder.leases) for holder in store._holders.values())
     for name, value in store.counters.as_dict().items():
-        for count in value.values() if isinstance(value, dict) else (value,):
+        for count in _numbers(value):
             assert count >= 0, name
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    """All that a counter counts, split as it may be."""
+    if isinstance(value, dict):
+        for part in value.values():
+            yield from _numbers(part)
+    else:
+        yield value
 
 
 def _same(found: Set[object], wanted: Set[object], what: str) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import tomllib
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -41,6 +42,21 @@ def one_line(capsys: Output) -> str:
     assert err.startswith("error: ")
     assert err.count("\n") == 1
     return err
+
+
+@pytest.mark.parametrize("command", [["put"], ["explain"], ["config", "init"]])
+def test_help_is_wrapped_to_the_terminal_and_no_sooner(
+    capsys: Output, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([*command, "--help"]) == 0
+    prose = capsys.readouterr().out.partition("Examples:")[0]
+    prose = prose.partition("╭")[0]
+    paragraphs = [text for text in re.split(r"\n\s*\n", prose) if "Usage:" not in text]
+    assert paragraphs
+    for text in paragraphs:
+        *full, _ = text.rstrip().splitlines() or [""]
+        assert all(len(line.rstrip()) > 150 for line in full), text
 
 
 def test_version_and_help_succeed(capsys: Output) -> None:

@@ -96,6 +96,15 @@ def test_stat_shows_tiers_and_holders_at_one_glance(capsys: Output, desk: Desk) 
     assert max(map(len, lines[1:])) <= 80  # the first holds the socket's path
 
 
+def test_stat_says_how_much_of_the_disk_in_use_is_free_for_reuse(
+    capsys: Output, desk: Desk
+) -> None:
+    desk.answers["stats"]["tiers"]["ssd"] |= {"spare_bytes": 5 * MIB, "dirty_bytes": 3 * MIB}
+    assert main(["stat"]) == 0
+    out = capsys.readouterr().out
+    assert "3 MiB waiting to be written, 5 MiB of it free for reuse" in out
+
+
 def test_stat_shows_faults_only_if_there_are_any(capsys: Output, desk: Desk) -> None:
     desk.answers["stats"]["counters"]["corrupt"] = 3
     assert main(["stat"]) == 0

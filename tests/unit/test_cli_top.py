@@ -127,11 +127,51 @@ def test_people_see_flows_misses_by_reason_and_faults(
     assert main(["top", "--interval", "0.05"]) == 0
     lines = capsys.readouterr().out.splitlines()
     rows = {line[:24].strip(): line[24:].split() for line in lines}
-    assert rows["hits from dram"] == ["100", "100", "MiB/s"]
+    assert rows["hits: dram"] == ["100", "100", "MiB/s"]
     assert rows["misses: no_room"] == ["2.0"]
-    assert rows["puts stored"] == ["40", "40", "MiB/s"]
-    assert rows["saves to ssd"] == ["4.0", "4", "MiB/s"]
+    assert rows["puts: stored"] == ["40", "40", "MiB/s"]
+    assert rows["saved to ssd"] == ["4.0", "4", "MiB/s"]
     assert any("2 corrupt copies put aside" in line for line in lines)
+
+
+def test_people_see_why_blobs_move_and_who_decides(
+    stats: dict[str, Any], capsys: Output, monkeypatch: Patch
+) -> None:
+    stats["plan"] = {
+        "policy": "lru2",
+        "wanted": "ours",
+        "regret": 0.0125,
+        "fits": 3,
+        "write_budget": {"day_left_bytes": 5 * MIB},
+        "more": "not shown",
+    }
+    after = later(stats, 2.0)
+    counters = after["counters"]
+    counters["moved_blobs"]["dram>ssd"] = {"worth": 40}
+    counters["moved_bytes"]["dram>ssd"] = {"worth": 40 * MIB}
+    counters["refused_blobs"]["ssd"] = {"unlikely": 6}
+    counters["refused_bytes"]["ssd"] = {"unlikely": 6 * MIB}
+    answers(monkeypatch, stats, after)
+    assert main(["top", "--interval", "0.05"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    rows = {line[:27].strip(): line[27:].split() for line in lines}
+    assert rows["dram>ssd: worth"] == ["20", "20", "MiB/s"]
+    assert rows["not let into ssd: unlikely"] == ["3.0", "3", "MiB/s"]
+    assert (
+        "policy lru2 in place of ours, 1.25% of tokens behind the best reference, 3 fits, "
+        "5 MiB may be written to ssd at once"
+    ) in lines
+    assert "not shown" not in "".join(lines)
+
+
+def test_a_policy_that_leads_is_said_to_lead(
+    stats: dict[str, Any], capsys: Output, monkeypatch: Patch
+) -> None:
+    stats["plan"] = {"policy": "ours", "wanted": "ours", "regret": -0.02}
+    answers(monkeypatch, stats, stats)
+    assert main(["top", "--interval", "0.05"]) == 0
+    expected = "policy ours, 2.00% of tokens ahead of the best reference"
+    assert expected in capsys.readouterr().out.splitlines()
 
 
 def test_a_terminal_waits_for_a_daemon_that_went_away(
@@ -146,7 +186,7 @@ def test_a_terminal_waits_for_a_daemon_that_went_away(
     assert main(["top", "--interval", "0.05"]) == 0
     out = capsys.readouterr().out
     assert "it is gone" in out
-    assert out.index("it is gone") < out.rindex("hits from dram")
+    assert out.index("it is gone") < out.rindex("hits: dram")
 
 
 @pytest.mark.parametrize("interval", ["0", "-1", "soon"])

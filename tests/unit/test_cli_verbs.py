@@ -402,6 +402,17 @@ class TestNames:
     ) -> None:
         assert refused(capsys, *arguments)[0] == 2
 
+    def test_a_key_without_its_namespace_is_asked_for_it(
+        self, served: ServedStore, capsys: Output
+    ) -> None:
+        _, said = refused(capsys, "get", "ab" * 32)
+        assert "name a namespace (its id, or --model) and then a key" in said
+
+    def test_an_address_of_http_is_no_socket(self, served: ServedStore, capsys: Output) -> None:
+        code, said = refused(capsys, "stats", "--socket", "http://127.0.0.1:8470")
+        assert code == 2
+        assert "over HTTP use curl" in said
+
     def test_keys_may_come_from_standard_input(
         self, served: ServedStore, capsys: Output, monkeypatch: Patch
     ) -> None:

@@ -312,7 +312,7 @@ def test_the_first_connection_is_made_now_or_raises(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("address", ["", "/run/x.sock", "unix:", "tcp://x", "HTTP://x"])
+@pytest.mark.parametrize("address", ["", "/run/x.sock", "unix:", "tcp://x", "ftp://x"])
 def test_only_addresses_of_sockets_and_http_are_taken(kind: str, address: str) -> None:
     with pytest.raises(InvalidRequest, match=r"unix:/run/blobstore\.sock"):
         connect(kind, address)

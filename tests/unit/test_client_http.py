@@ -23,6 +23,7 @@ from blobstore.clients import (
 from blobstore.clients.http_address import HttpAddress
 from blobstore.clients.http_exchange import Head
 from blobstore.clients.http_landing import Digesting
+from blobstore.clients.http_lookup import Lookup
 from blobstore.clients.http_pool import CONNECTIONS_MAX
 from blobstore.clients.http_wire import parse_head
 from blobstore.clients.writer import digest_of
@@ -88,6 +89,7 @@ class TestAddresses:
         ("url", "parts"),
         [
             ("http://h", ("h", 80, "")),
+            ("HTTP://H", ("h", 80, "")),
             ("https://h", ("h", 443, "")),
             ("http://127.0.0.1:8080/", ("127.0.0.1", 8080, "")),
             ("http://[::1]:1/base/", ("::1", 1, "/base")),
@@ -141,10 +143,61 @@ class TestHeads:
         with pytest.raises(ProtocolError):
             parse_head(lines)
 
-    @pytest.mark.parametrize("told", ["-1", "1e3", "", "٣"])
+    @pytest.mark.parametrize("told", ["-1", "1e3", "", "٣", "1" * 5000])
     def test_a_length_is_a_number(self, told: str) -> None:
         with pytest.raises(ProtocolError):
             _ = Head(200, {"content-length": told}, keeps_alive=True).content_length
+
+
+def test_an_answer_without_an_end_does_not_outlast_the_deadline(serve: Serve) -> None:
+    endless = [b"HTTP/1.1 100 Continue\r\n\r\n" * 4000] * 20_000
+    kv, _ = serve(daemon_of(KEYS, otherwise=lambda asked: endless))
+    ns = kv.namespace(NAMESPACE)
+    assert kv.match(ns, KEYS, timeout_s=0.2).reason == "deadline"
+
+
+class HangingResolver:
+    """Answers for no name before it is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go_on = threading.Event()
+        self.n_asked = 0
+        monkeypatch.setattr(socket, "getaddrinfo", self._look_up)
+
+    def _look_up(self, *where: object, flags: int = 0, **options: object) -> list[Any]:
+        if not flags & socket.AI_NUMERICHOST:
+            self.n_asked += 1
+            self.go_on.wait(20.0)
+        raise socket.gaierror(socket.EAI_NONAME, "unknown")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_name_that_is_not_found_in_time_is_a_miss_in_time(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    resolver = HangingResolver(monkeypatch)
+    try:
+        for _ in range(3):
+            with pytest.raises(Unavailable, match="in time"):
+                connect(kind, "http://kv.example", timeout_s=0.05)
+    finally:
+        resolver.go_on.set()
+
+
+def test_those_who_look_up_a_name_at_once_share_a_look_up() -> None:
+    lookup, go_on = Lookup(), threading.Event()
+    asked: list[int] = []
+
+    def function() -> int:
+        asked.append(go_on.wait(20.0))
+        return len(asked)
+
+    under_way = [lookup.begin(function) for _ in range(5)]
+    go_on.set()
+    assert [future.result(20.0) for future in under_way] == [1] * 5
+    assert lookup.begin(function).result(20.0) == 2
+    with pytest.raises(ZeroDivisionError):
+        lookup.begin(lambda: 1 / 0).result(20.0)
 
 
 @pytest.mark.parametrize("step", [1, 1000, MIB - 1, MIB, MIB + 1, 4 * MIB])

@@ -110,6 +110,15 @@ def test_an_unknown_key_in_a_file_is_an_error_that_names_the_file(
         ("times.drain_s", -1, "seconds"),
         ("times.reservation_s", 0, "above 0"),
         ("log.level", "loud", "debug, info, warning, error"),
+        ("tiering.policy", "best", "ours, lru, fifo"),
+        ("tiering.objective", "fame", "tokens, cost"),
+        ("tiering.dram_low", "1", "from 0 to below 1"),
+        ("tiering.dram_low", "nan", "from 0 to below 1"),
+        ("tiering.ssd_spare", -0.1, "from 0 to below 1"),
+        ("tiering.ssd_spare", True, "from 0 to below 1"),
+        ("tiering.ssd_spare", "some", "from 0 to below 1"),
+        ("tiering.demote_rate", "fast", "not a size"),
+        ("tiering.demote_rate", -1, "not a size"),
     ],
 )
 def test_a_bad_value_is_an_error_that_names_key_and_source(
@@ -192,3 +201,9 @@ def test_toml_of_any_type_is_read_or_refused_by_name(tmp_path: Path, value: str)
         except InvalidRequest as error:
             complaint = str(error)
         assert not complaint or dotted in complaint
+
+
+def test_limits_of_moves_are_sizes_and_none_by_default() -> None:
+    tree = load(flags={"tiering.ssd_writes_per_day": "1TB"}, environ={})
+    assert tree.tiering.ssd_writes_per_day == 10**12
+    assert tree.tiering.demote_rate == tree.tiering.promote_rate == 0

@@ -33,6 +33,13 @@ def test_what_is_no_address(text: str) -> None:
         split_address(text)
 
 
+def test_a_name_may_be_given_with_its_port() -> None:
+    names = Names("127.0.0.1", ["KV1.example.org:8470", "[fe80::2]:80", "fe80::3"])
+    for host in ("kv1.example.org", "kv1.example.org:1", "[fe80::2]:8470", "[fe80::3]"):
+        assert names.admit(host), host
+    assert not names.admit("kv2.example.org:8470")
+
+
 def test_an_unspecified_port_is_chosen() -> None:
     (listener,) = bind(("127.0.0.1", 0), tls=False)
     with listener:

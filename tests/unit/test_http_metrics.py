@@ -14,6 +14,8 @@ from prometheus_client.openmetrics.parser import (
 )
 from prometheus_client.parser import text_string_to_metric_families
 
+from blobstore.ages import Ages
+from blobstore.http.families import Crossed
 from blobstore.http.loop_lag import LoopLag
 from blobstore.http.metrics import (
     DISK_ERRORS,
@@ -24,9 +26,11 @@ from blobstore.http.metrics import (
     TIER_GAUGES,
     Metrics,
 )
+from blobstore.http.tiering_metrics import CROSSED, tiering_metrics
 from blobstore.latencies import Latencies
 from blobstore.units import KIB
 from tests.support.clock import FakeClock
+from tests.support.plan_stats import PLAN
 from tests.support.polling import poll_until_async
 from tests.support.sim_store import SimStore
 from tests.support.store_client import StoreClient, chain, content, opaque
@@ -34,8 +38,10 @@ from tests.support.store_client import StoreClient, chain, content, opaque
 DOCS = Path(__file__).parents[2] / "docs"
 NBYTES = 64 * KIB
 TOKENS = 16
-NO_NUMBERS = {"boot_id", "tiers.dram.huge_pages"}
-"""Told by blobstore_boot_info."""
+NO_NUMBERS = {"boot_id", "tiers.dram.huge_pages", "sessions.why_cold"}
+"""Told by blobstore_boot_info, or for people alone."""
+TIERING = {"ages", "plan"}
+"""Told by metrics that have tests of their own."""
 
 
 @pytest.fixture
@@ -56,11 +62,20 @@ def values(metrics: Metrics, name: str, label: str) -> dict[str, float]:
     return {s.labels[label]: s.value for s in samples if s.name == name and s.value}
 
 
+def by_both(metrics: Metrics, metric: Crossed) -> dict[str, dict[str, float]]:
+    """The values of a metric by both of its labels, without zeros."""
+    found: dict[str, dict[str, float]] = {}
+    for sample in families(metrics)[f"blobstore_{metric.name}".removesuffix("_total")].samples:
+        if sample.name.endswith("_total") and sample.value:
+            outer, inner = (sample.labels[label] for label in metric.labels)
+            found.setdefault(outer, {})[inner] = sample.value
+    return found
+
+
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    whole = {metric.path for metric in (*SPLITS, *CROSSED)} | TIERING
     for name, value in tree.items():
-        if isinstance(value, Mapping) and name not in {
-            split.path.split(".")[-1] for split in SPLITS
-        }:
+        if isinstance(value, Mapping) and f"{prefix}{name}" not in whole:
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
@@ -74,6 +89,13 @@ def named_in(text: str) -> set[str]:
 def samples_of(metrics: Metrics) -> set[str]:
     """Names of all that is rendered."""
     return {sample.name for family in families(metrics).values() for sample in family.samples}
+
+
+def of_a_full_plan() -> set[str]:
+    """Names of what a plan may tell, which a young one does not tell yet."""
+    limited = PLAN | {"write_budget": {"day_bytes": 2, "day_left_bytes": 1}}
+    found = tiering_metrics({"ages": Ages().as_dict(), "plan": limited})
+    return {sample.name for family in found for sample in family.samples}
 
 
 def play(world: SimStore) -> None:
@@ -161,6 +183,7 @@ class TestAccounting:
         metrics, stats = Metrics(world.store), world.store.stats()
         ones = {one.path: f"blobstore_{one.name}" for one in ONES}
         splits = {split.path: split for split in SPLITS}
+        crossings = {metric.path: metric for metric in CROSSED}
         errors = {f"tiers.ssd.{name}": operation for operation, name in DISK_ERRORS.items()}
         gauges = {
             f"tiers.{tier}.{name}": (f"blobstore_tier_{name}", tier)
@@ -168,9 +191,11 @@ class TestAccounting:
             for name, _ in TIER_GAUGES
         }
         for path, value in leaves(stats):
-            if path in NO_NUMBERS:
+            if path in NO_NUMBERS | TIERING:
                 continue
-            if path in splits:
+            if path in crossings:
+                assert by_both(metrics, crossings[path]) == value
+            elif path in splits:
                 name, label = f"blobstore_{splits[path].name}", splits[path].label
                 assert values(metrics, name, label) == {k: n for k, n in value.items() if n}
             elif path in gauges:
@@ -185,7 +210,7 @@ class TestAccounting:
     def test_every_metric_has_a_place_in_stats(self, world: SimStore) -> None:
         known = dict(leaves(world.store.stats()))
         assert [one.path for one in ONES if one.path not in known] == []
-        assert [split.path for split in SPLITS if split.path not in known] == []
+        assert [metric.path for metric in (*SPLITS, *CROSSED) if metric.path not in known] == []
 
     def test_a_store_without_ssd_has_no_metrics_of_one(self, tmp_path: Path) -> None:
         with SimStore(tmp_path, ssd_bytes=0) as world:
@@ -249,11 +274,11 @@ class TestNames:
         ]
         used = named_in(" ".join(expressions))
         assert len(used) >= 20
-        assert used - samples_of(everything(world)) == set()
+        assert used - samples_of(everything(world)) - of_a_full_plan() == set()
 
     def test_every_metric_of_the_documentation_exists(self, world: SimStore) -> None:
         used = named_in((DOCS / "METRICS.md").read_text(encoding="utf-8"))
-        known = samples_of(everything(world))
+        known = samples_of(everything(world)) | of_a_full_plan()
         histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
         assert len(used) >= 20
         assert used - known - histograms == set()

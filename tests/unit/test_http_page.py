@@ -17,6 +17,7 @@ import pytest
 
 from blobstore.http import page
 from blobstore.http.loop_lag import LoopLag
+from blobstore.http.tokens import Right, Token
 from blobstore.latencies import Latencies
 from blobstore.settings import StoreSettings
 from blobstore.store import Store
@@ -26,6 +27,7 @@ from tests.support.polling import poll_until_async
 from tests.support.store_client import StoreClient, chain, content, opaque
 
 NBYTES = 64 * KIB
+PATIENCE_S = 10.0
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 DOCUMENT = (Path(page.__file__).parent / "dashboard.html").read_text(encoding="utf-8")
 
@@ -118,6 +120,7 @@ class TestEvents:
         client = StoreClient(store)
         await client.put(ns, chain(3), [content(n, NBYTES) for n in range(3)])
         (await client.get(ns, chain(5))).release()
+        store.uses.drain(most_s=PATIENCE_S)
         started_s = serving.latencies.clock()
         serving.latencies.note("http", "get", started_s, "busy")
         async with http.get("/v1/events", headers=BEARER) as answer:
@@ -129,6 +132,7 @@ class TestEvents:
         assert event["boot"] == f"{wanted.pop('boot_id'):016x}"
         told = event["stats"]
         assert 0 <= told.pop("uptime_s") <= wanted.pop("uptime_s")
+        assert told.pop("plan").keys() == wanted.pop("plan").keys()  # its ages go on
         assert told == wanted
         assert told["counters"]["hit_blobs"] == {"dram": 3}
         assert told["counters"]["missed_blobs"] == {"absent": 2}
@@ -144,24 +148,42 @@ class TestEvents:
 
     async def test_they_go_on(self, http: aiohttp.ClientSession, store: Store) -> None:
         async with http.get("/v1/events", headers=BEARER) as answer:
-            events = [await next_event(answer) for _ in range(2 * page.NAMESPACES_EVERY)]
+            events = [await next_event(answer) for _ in range(2 * page.LISTS_EVERY)]
         uptimes = [event["stats"]["uptime_s"] for event in events]
         assert uptimes == sorted(set(uptimes))
         with_namespaces = [n for n, event in enumerate(events) if event["listed"] is not None]
-        assert with_namespaces == [0, page.NAMESPACES_EVERY]
+        assert with_namespaces == [0, page.LISTS_EVERY]
 
     async def test_a_token_is_told_of_the_namespaces_that_it_may_read(
         self, http: aiohttp.ClientSession, serving: Serving, store: Store
     ) -> None:
         for model in ("secret", "open"):
             await store.declare(opaque(NBYTES, model).encode())
-        serving.tokens["narrow"] = lambda model: model == "open"
+        serving.tokens["narrow"] = Token("narrow", Right.READ, ("open",))
         headers = {"Authorization": "Bearer narrow"}
         async with http.get("/v1/events", headers=headers) as answer:
             line = await answer.content.readline()
         assert b"secret" not in line
         names = [ns["model"] for ns in json.loads(line[6:])["listed"]["namespaces"]]
         assert names == ["open"]
+
+    async def test_clients_are_listed_for_tokens_that_see_everything(
+        self, http: aiohttp.ClientSession, serving: Serving, store: Store
+    ) -> None:
+        ns = opaque(NBYTES, "open")
+        await store.declare(ns.encode())
+        client, _ = StoreClient(store, "writer"), StoreClient(store, "idle")
+        writing = await client.reserve(ns, chain(1))
+        async with http.get("/v1/events", headers=BEARER) as answer:
+            clients = (await next_event(answer))["listed"]["clients"]
+        assert [(c["name"], c["reservations"], c["lent_bytes"]) for c in clients] == [
+            ("writer", 1, NBYTES),
+            ("idle", 0, 0),
+        ]
+        serving.tokens["narrow"] = Token("narrow", Right.READ, ("open",))
+        async with http.get("/v1/events", headers={"Authorization": "Bearer narrow"}) as answer:
+            assert (await next_event(answer))["listed"]["clients"] is None
+        writing.abort()
 
     async def test_of_many_namespaces_the_largest_are_told(
         self,

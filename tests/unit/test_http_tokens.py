@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from hashlib import sha256
 from pathlib import Path
@@ -161,3 +162,68 @@ def test_a_file_that_makes_no_sense_is_refused(tmp_path: Path, text: str, words:
 def test_a_missing_file_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SetupError, match="No such file"):
         load(tmp_path, tmp_path / "none.toml")
+
+
+def test_files_that_change_are_read_again(tmp_path: Path) -> None:
+    tokens = of_file(tmp_path, entry())
+    assert tokens.find([f"Bearer {SECRET}"]) is not None
+    draft = tmp_path / "draft"
+    draft.write_text(entry(rights='"read"'))
+    draft.rename(tmp_path / "tokens.toml")
+    tokens.refresh()
+    found = tokens.find([f"Bearer {SECRET}"])
+    assert found is not None
+    assert found.right is Right.READ
+    (tmp_path / "tokens.toml").write_text("")
+    tokens.refresh()
+    assert tokens.find([f"Bearer {SECRET}"]) is None
+
+
+@pytest.mark.parametrize("bad", ["[[token]", "[[token]]\nname = 3\n", None])
+def test_a_file_that_became_unusable_changes_nothing(
+    tmp_path: Path, bad: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokens = of_file(tmp_path, entry())
+    path = tmp_path / "tokens.toml"
+    if bad is None:
+        path.unlink()
+    else:
+        path.write_text(bad)
+    for _ in range(3):
+        tokens.refresh()
+    assert tokens.find([f"Bearer {SECRET}"]) is not None
+    assert caplog.text.count("the tokens stay as they were") == 1
+    path.write_text(entry(rights='"read"'))
+    tokens.refresh()
+    found = tokens.find([f"Bearer {SECRET}"])
+    assert found is not None
+    assert found.right is Right.READ
+
+
+def test_a_file_that_could_not_be_read_for_a_moment_is_read_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = of_file(tmp_path, entry())
+    (tmp_path / "tokens.toml").write_text("")
+    with monkeypatch.context() as moment:
+        moment.setattr(Path, "read_text", _too_many_files)
+        tokens.refresh()
+    assert tokens.find([f"Bearer {SECRET}"]) is not None
+    tokens.refresh()
+    assert tokens.find([f"Bearer {SECRET}"]) is None
+
+
+def _too_many_files(*_: object, **options: object) -> str:
+    raise OSError(errno.EMFILE, "Too many open files")
+
+
+def test_the_default_token_is_another_once_its_file_is(tmp_path: Path) -> None:
+    tokens = load(tmp_path, None)
+    path = tmp_path / FILE_NAME
+    first = path.read_text().strip()
+    path.unlink()
+    tokens.refresh()
+    second = path.read_text().strip()
+    assert second != first
+    assert tokens.find([f"Bearer {first}"]) is None
+    assert tokens.find([f"Bearer {second}"]) is not None

@@ -8,6 +8,7 @@ import pytest
 from blobstore.counters import Counters
 from blobstore.index import Index, NamespaceState, Record, Retention
 from blobstore.residency import Residency
+from blobstore.stories import Stories
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.dram import DramTier
 from blobstore.tiering.lru import LeafLru
@@ -36,6 +37,7 @@ class Room:
             self.counters,
             self.sim.jobs.pool(1, "wipe"),
             self.sim.clock,
+            Stories(self.sim.clock),
         )
         self.state: NamespaceState = self.index.declare(opaque(PAGE))
         self.n = 0

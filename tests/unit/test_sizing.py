@@ -93,6 +93,8 @@ def test_settings_follow_the_configuration(tmp_path: Path) -> None:
         "local.lent_max": "10MiB",
         "local.max_clients": 5,
         "times.reservation_s": 7,
+        "tiering.policy": "lru2",
+        "tiering.demote_rate": "1GB",
         "host.root": tmp_path,
     }
     settings = settings_for(load(flags=flags, environ={}))
@@ -101,6 +103,7 @@ def test_settings_follow_the_configuration(tmp_path: Path) -> None:
     assert (settings.io_threads, settings.max_clients) == (3, 5)
     assert (settings.huge_pages, settings.reservation_ttl_s) == ("auto", 7.0)
     assert settings.staging_quota_bytes == 64 * MIB
+    assert (settings.tiering.policy, settings.tiering.demote_rate) == ("lru2", 10**9)
     assert settings.lent_quota_bytes == 10 * MIB
     assert settings.scratch_bytes == (8 * GIB - GIB) // 2
 
@@ -109,3 +112,9 @@ def test_sizes_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
     flags = {"dram.size": "64MiB", "dram.staging": "64MiB", "ssd.size": "off"}
     with pytest.raises(InvalidRequest, match="staging_bytes"):
         settings_for(load(flags=flags, environ={}))
+
+
+def test_watermarks_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    flags = {"store.data": tmp_path, "dram.size": "64MiB", "ssd.size": "off"}
+    with pytest.raises(InvalidRequest, match=r"dram_low.*0\.2 and 0\.125"):
+        settings_for(load(flags=flags | {"tiering.dram_low": 0.2}, environ={}))

@@ -1,0 +1,98 @@
+"""That hazards by age and features are found again in what was made with them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from blobstore.tiering.hazard_trees import (
+    AGE_EDGES_S,
+    N_AGES,
+    HazardTrees,
+    TreeSettings,
+    age_bins,
+    fit_hazard_trees,
+)
+
+N = 4000
+
+
+def _fit(features: np.ndarray, times_s: np.ndarray, watched_s: float) -> HazardTrees:
+    """Of items used again after `times_s`, as seen after `watched_s`."""
+    reused = times_s < watched_s
+    return fit_hazard_trees(
+        features,
+        np.where(reused, times_s, watched_s),
+        reused,
+        np.ones(len(times_s)),
+        TreeSettings(),
+        seed=1,
+    )
+
+
+def _two_kinds(scale_s: tuple[float, float]) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(5)
+    features = rng.normal(size=(N, 3)).astype(np.float32)
+    scales_s = np.where(features[:, 1] > 0, *scale_s)
+    return features, rng.exponential(scales_s)
+
+
+def _hazard(trees: HazardTrees, row: list[float], age_s: float) -> float:
+    hazards = trees.hazards(trees.log_ratios(np.array([row], np.float32)))
+    return float(hazards[0, age_bins(np.array([age_s]))[0]])
+
+
+def test_each_age_falls_between_the_edges_of_its_bin() -> None:
+    ages_s = np.array([0.0, 0.049, 0.051, 1.0, 33.3, 1e4])
+    bins = age_bins(ages_s)
+    assert (AGE_EDGES_S[bins] <= ages_s).all()
+    assert (ages_s < AGE_EDGES_S[bins + 1]).all()
+
+
+def test_no_age_is_too_old() -> None:
+    assert age_bins(np.array([1e300, np.inf])).tolist() == [N_AGES - 1] * 2
+
+
+def test_the_feature_that_matters_is_found() -> None:
+    trees = _fit(*_two_kinds((10.0, 1000.0)), watched_s=300.0)
+    assert _hazard(trees, [0.0, 1.0, 0.0], 5.0) == pytest.approx(0.1, rel=0.35)
+    assert _hazard(trees, [0.0, -1.0, 0.0], 5.0) == pytest.approx(0.001, abs=0.0015)
+
+
+def test_what_has_not_been_used_yet_counts_for_as_long_as_it_was_watched() -> None:
+    features, times_s = _two_kinds((100.0, 100.0))
+    for watched_s in (20.0, 1000.0):
+        trees = _fit(features, times_s, watched_s)
+        assert _hazard(trees, [0.0, 0.0, 0.0], 10.0) == pytest.approx(0.01, rel=0.4)
+
+
+def test_hazards_may_cross() -> None:
+    features, _ = _two_kinds((1.0, 1.0))
+    rng = np.random.default_rng(9)
+    soon = np.where(rng.random(N) < 0.7, rng.uniform(1, 10, N), np.inf)
+    later = rng.uniform(50, 60, N)
+    trees = _fit(features, np.where(features[:, 1] > 0, soon, later), watched_s=100.0)
+    assert _hazard(trees, [0.0, 1.0, 0.0], 5.0) > 20 * _hazard(trees, [0.0, -1.0, 0.0], 5.0)
+    assert _hazard(trees, [0.0, -1.0, 0.0], 55.0) > 5 * _hazard(trees, [0.0, 1.0, 0.0], 55.0)
+
+
+def test_a_fit_is_the_same_for_the_same_samples() -> None:
+    features, times_s = _two_kinds((10.0, 100.0))
+    first, second = (_fit(features, times_s, 50.0) for _ in range(2))
+    assert np.array_equal(first.values, second.values)
+
+
+@pytest.mark.parametrize("watched_s", [1e-6, 50.0])
+def test_samples_without_any_use_make_a_model_that_expects_little(watched_s: float) -> None:
+    features = np.zeros((20, 3), np.float32)
+    trees = _fit(features, np.full(20, np.inf), watched_s)
+    hazards = trees.hazards(trees.log_ratios(features[:1]))
+    assert np.isfinite(hazards).all()
+    assert _hazard(trees, [0.0, 0.0, 0.0], 10.0) < 0.02
+
+
+def test_uses_at_the_same_time_are_uses() -> None:
+    features = np.zeros((1000, 3), np.float32)
+    trees = _fit(features, np.zeros(1000), 10.0)
+    assert np.isfinite(trees.values).all()
+    assert _hazard(trees, [0.0, 0.0, 0.0], 0.01) > 1.0

@@ -1,0 +1,61 @@
+"""What is remembered of items, of those that left, and how much of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from blobstore.tiering import item_table
+from blobstore.tiering.item_table import ItemTable
+
+
+def _table() -> ItemTable[str]:
+    return ItemTable(lambda item: int(item.strip("abc")))
+
+
+def test_slots_are_kept_and_unknown_items_have_none() -> None:
+    table = _table()
+    slots = table.admit(["a1", "a2"])
+    assert table.admit(["a2", "a1"]).tolist() == slots[::-1].tolist()
+    assert table.slots(["a1", "a9"]).tolist() == [slots[0], -1]
+    assert table.slot("a9") == -1
+
+
+def test_content_that_comes_back_as_another_item_is_known_again() -> None:
+    table = _table()
+    (slot,) = table.admit(["a1"])
+    table.uses[slot] = 5
+    table.forget("a1")
+    assert table.slot("a1") == -1
+    (again,) = table.admit(["b1"])
+    assert table.uses[again] == 5
+    assert table.n_ghosts == 0
+
+
+def test_columns_keep_their_values_when_they_grow() -> None:
+    table = _table()
+    slots = table.admit([f"a{n}" for n in range(5000)])
+    assert len(set(slots.tolist())) == 5000
+    assert (table.parent[slots] == -1).all()
+    assert (table.uses[slots] == 0).all()
+
+
+def test_ghosts_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(item_table, "_GHOSTS_MIN", 100)
+    table = _table()
+    for n in range(10_000):
+        (slot,) = table.admit([f"a{n}"])
+        table.uses[slot] = 1
+        table.forget(f"a{n}")
+        assert len(table) <= 101
+    assert len(table.last_s) == 1024
+    assert table.uses[table.admit(["a9999"])[0]] == 1
+    assert table.uses[table.admit(["a5"])[0]] == 0
+
+
+def test_forgetting_the_same_content_twice_leaves_one_ghost() -> None:
+    table = _table()
+    table.admit(["a1", "b1"])
+    table.forget("a1")
+    table.forget("b1")
+    table.forget("b1")
+    assert table.n_ghosts == 1

@@ -1,0 +1,404 @@
+"""What each item is worth, learned online from this node's own past only.
+
+The classifier is told of every use. It takes samples and watches what becomes of them;
+a fit, made elsewhere of a snapshot, tells classes of items apart by when they are used
+again; what an item is worth follows from its class and its age. Classes are looked up
+when an item is a candidate, not when it is used.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, Literal
+
+import numpy as np
+
+from blobstore.tiering.hazard_trees import FloatArray, IntArray, TreeSettings, age_bins
+from blobstore.tiering.item_table import ItemTable
+from blobstore.tiering.learned_order import LearnedOrder
+from blobstore.tiering.policy import Policy, T, Use
+from blobstore.tiering.reuse_features import (
+    N_FEATURES,
+    N_REQUEST,
+    Float32Array,
+    Request,
+    follow,
+    item_rows,
+    request_row,
+)
+from blobstore.tiering.reuse_model import MODEL_VERSION, Fitted, Snapshot, fit
+from blobstore.tiering.reuse_samples import ReuseSamples
+
+__all__ = ["MODEL_VERSION", "Classifier", "ClassifierSettings", "Fitted", "Snapshot", "fit"]
+
+_COST_DOUBLES_AT_TOKENS = 53_900
+"""A token at this position costs twice what the first does: dense model of 70B parameters."""
+
+_AGE_MIN_S = 1e-3
+
+_FEW, _CHAIN = 4, 32
+"""A call for so many chains, each so far up, costs little more than for one item."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClassifierSettings:
+    """How much is sampled, remembered and fitted.
+
+    Args:
+        samples: kept at most; 0 takes none, for one that goes by the fits of another.
+        samples_per_use: of each request's chain, about; of every second one its end, too.
+        first_fit_uses, fit_every_uses: fits are due after so many uses; until there have
+            been twice the latter, after half as many again as at the last fit.
+        requests: remembered, for what hangs together.
+        sessions: remembered by the caller's names.
+        words: told apart of what callers say about requests.
+        trees: how a fit is made.
+    """
+
+    samples: int = 20_000
+    samples_per_use: int = 6
+    first_fit_uses: int = 150
+    fit_every_uses: int = 500
+    requests: int = 32_768
+    sessions: int = 65_536
+    words: int = 64
+    trees: TreeSettings = field(default_factory=TreeSettings)
+
+
+class Classifier(Generic[T]):
+    """Knows items by `identity` after they have left. One thread uses it.
+
+    `use` costs some 100 µs for a chain of 300 items; all else is bounded, too.
+    """
+
+    def __init__(
+        self,
+        identity: Callable[[T], int],
+        seed: int = 0,
+        *,
+        objective: Literal["tokens", "cost"] = "tokens",
+        settings: ClassifierSettings | None = None,
+    ) -> None:
+        self._settings = settings or ClassifierSettings()
+        self._seed = seed
+        self._by_cost = objective == "cost"
+        self._rng = np.random.default_rng(seed)
+        self._table: ItemTable[T] = ItemTable(identity)
+        self._samples = ReuseSamples(self._settings.samples, self._rng)
+        self._requests: list[Request | None] = [None] * self._settings.requests
+        self._rows = np.zeros((self._settings.requests, N_REQUEST), np.float32)
+        self._sessions: OrderedDict[str, int] = OrderedDict()
+        self._words: dict[str, int] = {"": 0}
+        self._n_uses = 0
+        self._fit_at_uses = self._settings.first_fit_uses
+        self._now_s = float("-inf")
+        self._fitted: Fitted | None = None
+        self._n_fits = 0
+        self._n_orders = 0
+
+    def use(self, use: Use[T]) -> None:
+        """A request uses a chain: as Policy.use, for the orders of all tiers."""
+        n = len(use.items)
+        if not n:
+            return
+        self._now_s = use.now_s
+        slots = self._table.admit(use.items)
+        told = use.n_held if use.continues else 0
+        request = self._continued(use, slots) if told else None
+        if request is None:
+            told = 0
+            request = self._new_request(use, slots)
+        at = request.serial % len(self._requests)
+        self._requests[at] = request
+        self._rows[at] = request_row(request)
+        self._note(slots, told, request)
+        if self._settings.samples and told < n:
+            self._sample(slots[told:], self._rows[at], use.now_s)
+
+    def forget(self, item: T) -> None:
+        """`item` is in no tier any more; what is known of it stays for a while."""
+        self._table.forget(item)
+
+    def order(self, capacity_bytes: int) -> Policy[T]:
+        """An order of eviction by worth, for one tier."""
+        self._n_orders += 1
+        return LearnedOrder(self, np.random.default_rng((self._seed, self._n_orders)))
+
+    def p_reuse(
+        self, items: Sequence[T], now_s: float, within_s: float = float("inf")
+    ) -> FloatArray:
+        """The chance of a use in the time from now on; 1 while nothing has been learned."""
+        if self._fitted is None:
+            return np.ones(len(items))
+        slots = self._table.slots(items)
+        return self._fitted.p_reuse(self._classes(slots), self._ages_s(slots, now_s), within_s)
+
+    def worth(self, items: Sequence[T], now_s: float) -> FloatArray:
+        """Hits per second of holding each, or what they save at the cost of their position."""
+        return self._worths(self._table.slots(items), now_s)
+
+    def fit_due(self) -> bool:
+        """Whether enough was seen since the last snapshot."""
+        return self._n_uses >= self._fit_at_uses and len(self._samples) > 0
+
+    def snapshot(self) -> Snapshot:
+        """What a fit needs; the next one is due some uses later."""
+        every = self._settings.fit_every_uses
+        self._fit_at_uses = self._n_uses + min(every, max(self._n_uses // 2, 1))
+        uses = self._samples.copy(self._now_s)
+        return Snapshot(uses, self._settings.trees, self._seed, tuple(self._words))
+
+    def adopt(self, fitted: Fitted) -> None:
+        """Go by `fitted` from now on."""
+        if self._n_uses == 0:
+            self._words = {word: code for code, word in enumerate(fitted.words)}
+        self._fitted = fitted
+        self._n_fits += 1
+
+    def explain(self, item: T, now_s: float) -> dict[str, object]:
+        """What is thought of `item`, in plain words and numbers."""
+        slot = self._table.slot(item)
+        if slot < 0:
+            return {"known": False}
+        table = self._table
+        age_s = max(now_s - float(table.last_s[slot]), 0.0)
+        said: dict[str, object] = {
+            "known": True,
+            "uses": int(table.uses[slot]),
+            "age_s": age_s,
+            "gap_s": None if np.isnan(table.gap_s[slot]) else float(table.gap_s[slot]),
+            "children": int(table.children[slot]),
+        }
+        if self._fitted is None:
+            return said | {"class": "nothing has been learned yet"}
+        return said | self._judgement(np.array([slot]), np.array([age_s]), now_s)
+
+    def stats(self) -> dict[str, int]:
+        """How much is remembered."""
+        return {
+            "samples": len(self._samples),
+            "classes": len(self._fitted.centres) if self._fitted else 0,
+            "identities": len(self._table),
+            "ghosts": self._table.n_ghosts,
+            "sessions": len(self._sessions),
+        }
+
+    def slot_of(self, item: T, last_used: float) -> int:
+        """As Judge.slot_of."""
+        slot = self._table.slot(item)
+        if slot < 0:
+            slot = int(self._table.admit((item,))[0])
+        if self._table.uses[slot] == 0:
+            self._table.last_s[slot] = last_used
+        return slot
+
+    def worths(self, slots: IntArray) -> FloatArray:
+        """As Judge.worths."""
+        if self._fitted is None or self._by_cost:
+            return self._worths(slots, self._now_s)
+        table = self._table
+        if (table.judged[slots] != self._n_fits).any():
+            self._judge_chains(slots[table.judged[slots] != self._n_fits])
+        ages_s = np.maximum(self._now_s - table.last_s[slots], 0.0)
+        worths = self._fitted.worth_per_s[table.item_class[slots], age_bins(ages_s)]
+        return worths * table.level[slots]
+
+    def worths_above(self, item: T, n: int) -> tuple[list[int], list[float]]:
+        """As Judge.worths_above."""
+        parent, slot = self._table.parent, self._table.slot(item)
+        above: list[int] = []
+        while slot >= 0 and len(above) < n:
+            slot = int(parent[slot])
+            if slot >= 0:
+                above.append(slot)
+        return above, self.worths(np.array(above, np.int64)).tolist() if above else []
+
+    def _new_request(self, use: Use[T], slots: IntArray) -> Request:
+        table = self._table
+        unknown = table.uses[slots] == 0
+        known = int(unknown.argmax()) if unknown.any() else len(slots)
+        self._n_uses += 1
+        request = Request(
+            serial=self._n_uses,
+            time_s=use.now_s,
+            n_items=len(slots),
+            known_items=known,
+            deepest_known_uses=int(table.uses[slots[known - 1]]) if known else 0,
+            prompt_tokens=use.prompt_tokens,
+            answer_tokens=use.answer_tokens,
+            item_tokens=max(use.item_tokens, 1),
+            finish=self._code(use.finish),
+            kind=self._code(use.kind),
+            hinted_turn=use.turn,
+        )
+        before = self._request(int(table.request[slots[known - 1]])) if known else None
+        shared = known
+        of_session = self._last_of_session(use.session, request.serial)
+        if of_session is not None:
+            before = of_session
+            mine = np.flatnonzero(table.request[slots] == before.serial)
+            shared = int(mine[-1]) + 1 if len(mine) else 0
+        follow(request, before, shared, of_session is not None)
+        return request
+
+    def _continued(self, use: Use[T], slots: IntArray) -> Request | None:
+        """The request that this use tells more of, if it is remembered."""
+        request = self._request(int(self._table.request[slots[use.n_held - 1]]))
+        if request is None:
+            return None
+        request.n_items = len(slots)
+        request.prompt_tokens = max(request.prompt_tokens, use.prompt_tokens)
+        request.answer_tokens = max(request.answer_tokens, use.answer_tokens)
+        # Why an answer ended is known only once it has been stored.
+        request.finish = self._code(use.finish) or request.finish
+        request.kind = self._code(use.kind) or request.kind
+        request.hinted_turn = max(request.hinted_turn, use.turn)
+        return request
+
+    def _request(self, serial: int) -> Request | None:
+        request = self._requests[serial % len(self._requests)] if serial >= 0 else None
+        return request if request is not None and request.serial == serial else None
+
+    def _last_of_session(self, session: str, serial: int) -> Request | None:
+        if not session:
+            return None
+        last = self._sessions.pop(session, -1)
+        self._sessions[session] = serial
+        if len(self._sessions) > self._settings.sessions:
+            self._sessions.popitem(last=False)
+        return self._request(last)
+
+    def _code(self, word: str) -> int:
+        code = self._words.get(word)
+        if code is None:
+            code = len(self._words) if len(self._words) < self._settings.words else 0
+            if code:
+                self._words[word] = code
+        return code
+
+    def _note(self, slots: IntArray, told: int, request: Request) -> None:
+        """Bring the table up to date; the first `told` items have been used by this request."""
+        table, now_s, n = self._table, request.time_s, len(slots)
+        touched = slots[told:]
+        tokens = table.sample[touched]
+        watched = tokens >= 0
+        if watched.any():
+            self._samples.end(tokens[watched], now_s)
+            table.sample[touched[watched]] = -1
+        uses = table.uses[touched]
+        fresh = uses == 0
+        table.parent[slots[1:]] = slots[:-1]
+        if fresh.any():
+            table.first_s[touched[fresh]] = now_s
+            table.gap_s[touched[fresh]] = np.nan
+            bearing = np.arange(told, n)[fresh] - 1
+            table.children[slots[bearing[bearing >= 0]]] += 1
+        known = ~fresh
+        table.gap_s[touched[known]] = now_s - table.last_s[touched[known]]
+        before = table.features[touched, 0]
+        positions = np.arange(told, n)
+        table.features[touched] = item_rows(
+            positions,
+            n,
+            request.known_items,
+            uses,
+            np.maximum(table.gap_s[touched], 0.0),
+            np.maximum(now_s - table.first_s[touched], 0.0),
+            table.children[touched],
+            before,
+        )
+        if told:
+            table.features[slots[:told], 0] = np.log2(n - np.arange(told))
+        table.position_tokens[touched] = positions * float(request.item_tokens)
+        table.uses[touched] = uses + 1
+        table.last_s[touched] = now_s
+        table.request[slots] = request.serial
+        table.judged[slots] = -1
+
+    def _sample(self, slots: IntArray, row: Float32Array, now_s: float) -> None:
+        n_taken = min(self._settings.samples_per_use, len(slots))
+        places = self._rng.integers(len(slots), size=n_taken)
+        if self._n_uses % 2:
+            places[-1] = len(slots) - 1
+        chosen = slots[np.unique(places)]
+        features = np.empty((len(chosen), N_FEATURES), np.float32)
+        features[:, :N_REQUEST] = row
+        features[:, N_REQUEST:] = self._table.features[chosen]
+        self._table.sample[chosen] = self._samples.watch(features, now_s)
+
+    def _ages_s(self, slots: IntArray, now_s: float) -> FloatArray:
+        ages_s: FloatArray = np.maximum(now_s - self._table.last_s[slots], _AGE_MIN_S)
+        return np.where(slots < 0, np.inf, ages_s)
+
+    def _worths(self, slots: IntArray, now_s: float) -> FloatArray:
+        ages_s = self._ages_s(slots, now_s)
+        if self._fitted is None:
+            worths: FloatArray = 1 / ages_s
+        else:
+            worths = self._fitted.worth_per_s[self._classes(slots), age_bins(ages_s)]
+            worths = worths * np.where(slots < 0, 1.0, self._table.level[slots])
+        if self._by_cost:
+            worths = worths * (1 + self._table.position_tokens[slots] / _COST_DOUBLES_AT_TOKENS)
+        return worths
+
+    def _classes(self, slots: IntArray) -> IntArray:
+        assert self._fitted is not None
+        table = self._table
+        stale = table.judged[slots] != self._n_fits
+        if stale.any():
+            self._judge(slots[stale & (slots >= 0)])
+        return np.where(slots < 0, self._fitted.unknown_class, table.item_class[slots])
+
+    def _judge(self, slots: IntArray) -> None:
+        """Look up the classes of items as of their last use."""
+        assert self._fitted is not None
+        table = self._table
+        serials = table.request[slots]
+        at = serials % len(self._requests)
+        features = np.concatenate([self._rows[at], table.features[slots]], 1)
+        classes, levels = self._fitted.classes(features)
+        # Older than what is remembered of requests, or never told of a use.
+        unknown = (serials < 0) | (serials <= self._n_uses - len(self._requests))
+        classes[unknown], levels[unknown] = self._fitted.unknown_class, 1.0
+        table.item_class[slots], table.level[slots] = classes, levels
+        table.judged[slots] = self._n_fits
+
+    def _judge_chains(self, slots: IntArray) -> None:
+        """Judge items and, if they are few, some above them: these are likely to be next."""
+        if len(slots) > _FEW:
+            self._judge(slots)
+            return
+        parent, judged, n_fits = self._table.parent, self._table.judged, self._n_fits
+        found: dict[int, None] = {}
+        for slot in slots.tolist():
+            for _ in range(_CHAIN):
+                if slot < 0 or slot in found or judged[slot] == n_fits:
+                    break
+                found[slot] = None
+                slot = int(parent[slot])
+        self._judge(np.fromiter(found, np.int64, len(found)))
+
+    def _judgement(self, slots: IntArray, ages_s: FloatArray, now_s: float) -> dict[str, object]:
+        assert self._fitted is not None
+        fitted, classes = self._fitted, self._classes(slots)
+        p_reuse = float(fitted.p_reuse(classes, ages_s, float("inf"))[0])
+        number = int(classes[0])
+        n_classes = len(fitted.centres)
+        if number == fitted.unknown_class:
+            name = "of which nothing is known"
+        else:
+            name = f"{number + 1} of {n_classes}, the last being used again soonest and most"
+        later_s = ages_s[0] + np.concatenate([[0.0], np.logspace(-1, 6, 141)])
+        chances = -np.expm1(
+            fitted.expected_uses(classes, ages_s)
+            - fitted.expected_uses(np.repeat(classes, len(later_s)), later_s)
+        )
+        half = int(np.argmax(chances >= p_reuse / 2))
+        return {
+            "class": name,
+            "p_reuse": p_reuse,
+            "expected_reuse_s": float(later_s[half] - ages_s[0]) if p_reuse > 0 else None,
+            "worth": float(self._worths(slots, now_s)[0]),
+        }
