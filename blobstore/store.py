@@ -443,7 +443,6 @@ class Store:
         self._writers.expire()
         self.pins.expire()
         now_s = self._clock()
-        self.plan.tick(now_s)
         if self._writeback is not None:
             self._writeback.retry()
         if now_s >= self._maintain_at_s:
@@ -455,6 +454,7 @@ class Store:
                 self._writeback.persist_uses()
                 work = asyncio.get_running_loop().run_in_executor
                 work(self._pools.write, self._ssd.maintain).add_done_callback(_log_fault)
+        self.plan.tick(now_s)  # last: it is what the others can do without
 
     async def _tick_forever(self) -> None:
         while True:

@@ -101,7 +101,7 @@ class Fallback(Generic[T]):
         """Adapt the shadows' room to the tier's, and let the best contender take over."""
         self._order.step()
         self._catch_up()
-        if self._shadows:
+        if self._shadows and self._order.n_items:  # an empty tier tells nothing of sizes
             self._fit_room()
         if self._fitted is not None and self._race.judge():
             self._order.switch(self._race.in_front)

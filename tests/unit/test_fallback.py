@@ -165,6 +165,18 @@ def test_items_of_another_size_start_the_sample_anew(monkeypatch: pytest.MonkeyP
     assert tier.fallback.stats()["sample"] == 1.0
 
 
+def test_an_emptied_tier_leaves_the_shadows_as_they_are() -> None:
+    tier = _Tier()
+    tier.run(_rounds(80), 200)
+    before = tier.fallback.stats()["sample"]
+    for item in range(80 * LENGTH):
+        tier.order.withdraw(item)
+        tier.order.leave(item)
+    assert tier.order.n_items == 0
+    tier.fallback.tick()
+    assert tier.fallback.stats()["sample"] == before
+
+
 def test_what_is_stored_after_a_miss_counts_no_second_request() -> None:
     tier = _Tier()
     tier.run(_rounds(80), 200)
