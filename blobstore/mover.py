@@ -299,6 +299,7 @@ class Mover:
 
     def _refuse(self, record: Record, reason: str, detail: str = "") -> None:
         self.forget(record)
+        record.unsaved = False  # a later use may have it decided about anew
         self._refused[record] = self._clock()
         if not may_be_lost(record):
             self._residency.settle(record)  # it was offered because it might be written

@@ -373,7 +373,6 @@ class Residency:
 
     def _leave_tree(self, record: Record) -> None:
         self._policy.withdraw(record)
-        self._policy.leave(record)
         if record.ssd is False and record.parent is not None:
             record.parent.disown(record)
         parent = self._uncount(record)
@@ -384,7 +383,6 @@ class Residency:
         if record.ssd is False and record.parent is not None:
             record.parent.adopt(record)
         self._count(record)
-        self._policy.enter(record, record.nbytes)
         self._settle(record, quiet=True)
         if record.parent is not None:
             self._settle(record.parent, quiet=True)
@@ -402,6 +400,7 @@ class Residency:
         """Free the bytes of blobs that left the tree; those that are nowhere else are dropped."""
         for record in victims:
             self._policy.withdraw(record)  # its child's going may have offered it again
+            self._policy.leave(record)
             self.expelled_bytes += self._dram.padded(record.nbytes)
             self.hide(record, why or self._why_expelled(record))
             self._free(record)

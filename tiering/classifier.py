@@ -57,8 +57,8 @@ class ClassifierSettings:
         trees: how a fit is made.
     """
 
-    samples: int = 20_000
-    samples_per_use: int = 6
+    samples: int = 60_000
+    samples_per_use: int = 12
     first_fit_uses: int = 150
     fit_every_uses: int = 500
     requests: int = 32_768
@@ -152,7 +152,7 @@ class Classifier(Generic[T]):
 
     def adopt(self, fitted: Fitted) -> None:
         """Go by `fitted` from now on."""
-        if self._n_uses == 0:
+        if self._n_uses == 0 or not self._settings.samples:  # a shadow speaks as its model does
             self._words = {word: code for code, word in enumerate(fitted.words)}
         self._fitted = fitted
         self._n_fits += 1
@@ -274,6 +274,8 @@ class Classifier(Generic[T]):
         code = self._words.get(word)
         if code is None:
             code = len(self._words) if len(self._words) < self._settings.words else 0
+            if "\n" in word:  # stands between words in the file of a model
+                code = 0
             if code:
                 self._words[word] = code
         return code

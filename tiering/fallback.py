@@ -6,6 +6,7 @@ room in proportion; what the shadows save decides who is in force in the tier it
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -37,6 +38,9 @@ _PENDING_MAX = 64
 
 MARGIN = 0.002
 """Share of all tokens that a reference must save more, to be fallen back to."""
+
+
+_log = logging.getLogger(__name__)
 
 
 class Fallback(Generic[T]):
@@ -89,7 +93,7 @@ class Fallback(Generic[T]):
         if self._sample.picks(use.items):
             self._entered_sampled += n_new
             if self._pending is None:
-                self._follow(use)
+                self._follow_safely(use)
             elif len(self._pending) < _PENDING_MAX:
                 self._pending.append(use)
 
@@ -143,7 +147,7 @@ class Fallback(Generic[T]):
         """Follow what is pending, for as long as there is time."""
         end_s = time.perf_counter() + TICK_S
         while self._pending and self._shadows and time.perf_counter() < end_s:
-            self._follow(self._pending.popleft())
+            self._follow_safely(self._pending.popleft())
 
     def _put_in_force(self, name: str) -> None:
         self._race.put_in_front(name)
@@ -168,6 +172,13 @@ class Fallback(Generic[T]):
             share = min(max(found, share / 4), share * 4)
         for shadow in self._shadows:
             shadow.capacity_bytes = max(round(n_items * share), 1)
+
+    def _follow_safely(self, use: Use[T]) -> None:
+        try:
+            self._follow(use)
+        except Exception:  # an item may have come back elsewhere in its tree
+            _log.exception("the shadows of the tiering policies start anew")
+            self._shadows = []
 
     def _follow(self, use: Use[T]) -> None:
         """Let each shadow serve the use, and compare what they save."""

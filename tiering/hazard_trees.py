@@ -40,14 +40,18 @@ _CLIP = 6.0
 
 
 def age_bins(ages_s: FloatArray) -> IntArray:
-    """Which bin of AGE_EDGES_S each age, from 0 on, falls into."""
-    bins: IntArray = _AGE_STARTS_S.searchsorted(ages_s, "right") - 1
+    """Which bin of AGE_EDGES_S each age falls into; below 0, the first."""
+    bins: IntArray = _AGE_STARTS_S[1:].searchsorted(ages_s, "right")
     return bins
 
 
 @dataclass(frozen=True, slots=True)
 class TreeSettings:
-    """How the trees are grown; regularisation counts in events."""
+    """How the trees are grown; regularisation counts in events.
+
+    Each tree sees a share of the rows, and no more than `rows_per_tree_max`: many
+    samples make a better forest at the price of few.
+    """
 
     n_trees: int = 40
     depth: int = 4
@@ -56,6 +60,7 @@ class TreeSettings:
     l2_period_events: float = 10.0
     features_per_tree: int = 12
     rows_per_tree: float = 0.6
+    rows_per_tree_max: int = 12_000
 
 
 @dataclass(frozen=True)
@@ -78,36 +83,53 @@ class HazardTrees:
     values: FloatArray
 
     @cached_property
-    def _thresholds(self) -> Float32Array:
-        """What each question compares with: being above it is being in a bin above `cut`."""
+    def _questions(self) -> tuple[IntArray, Float32Array]:
+        """The feature and threshold of each question: eight for each byte of answers.
+
+        Being above the threshold is being in a bin above `cut`. Bytes are filled up with
+        questions to which the answer is no.
+        """
+        n_trees, depth = self.feature.shape
         padded = np.pad(self.cuts, ((0, 0), (0, 1)), constant_values=np.inf)
         at = np.minimum(self.cut, padded.shape[1] - 1)
-        thresholds: FloatArray = padded[self.feature, at].ravel()
-        return thresholds.astype(np.float32)
+        n_bytes = -(-n_trees // self._trees_per_byte)
+        feature = np.zeros((n_bytes * self._trees_per_byte, depth), np.int64)
+        threshold = np.full(feature.shape, np.inf, np.float32)
+        feature[:n_trees], threshold[:n_trees] = self.feature, padded[self.feature, at]
+        spare = ((0, 0), (0, 8 - self._trees_per_byte * depth))
+        features = np.pad(feature.reshape(n_bytes, -1), spare)
+        thresholds = np.pad(threshold.reshape(n_bytes, -1), spare, constant_values=np.inf)
+        return features.ravel(), thresholds.ravel()
 
     @cached_property
-    def _first_leaf(self) -> IntArray:
+    def _trees_per_byte(self) -> int:
+        return int(8 // self.feature.shape[1])
+
+    @cached_property
+    def _sums(self) -> Float32Array:
+        """What the trees of one byte of answers say together: a row for each of its values."""
         n_trees, depth = self.feature.shape
-        first_leaf: IntArray = np.arange(n_trees, dtype=np.int64) << depth
-        return first_leaf
+        sums = []
+        for first in range(0, n_trees, self._trees_per_byte):
+            of_byte = np.zeros((256, self.values.shape[2]))
+            for at, values in enumerate(self.values[first : first + self._trees_per_byte]):
+                of_byte += values[(np.arange(256) >> at * depth) & ((1 << depth) - 1)]
+            sums.append(of_byte)
+        return np.concatenate(sums).astype(np.float32)
 
     @cached_property
-    def _leaf_values(self) -> Float32Array:
-        n_trees, depth = self.feature.shape
-        return self.values.reshape(n_trees << depth, -1).astype(np.float32)
-
-    @cached_property
-    def _asked(self) -> IntArray:
-        return self.feature.ravel()
+    def _first_sums(self) -> IntArray:
+        n_bytes = len(self._sums) // 256
+        return np.arange(0, n_bytes << 8, 256, dtype=np.int64)[:, None]
 
     def log_ratios(self, features: Float32Array) -> Float32Array:
         """f: rows by periods."""
-        n_trees, depth = self.feature.shape
-        asked = features[:, self._asked] > self._thresholds
-        leaves = np.packbits(asked.reshape(-1, n_trees, depth), 2, "little")[:, :, 0]
-        places = leaves + self._first_leaf
-        sums: Float32Array = self._leaf_values[places].sum(1)
-        return np.clip(sums, -_CLIP, _CLIP)
+        asked, thresholds = self._questions
+        answers = np.packbits(features.take(asked, 1) > thresholds, 1, "little")
+        # By tree first: the sum goes through whole rows of memory.
+        terms = self._sums.take(answers.T + self._first_sums, 0)
+        sums: Float32Array = np.add.reduce(terms, 0)
+        return np.clip(sums, -_CLIP, _CLIP, out=sums)
 
     def hazards(self, log_ratios: npt.NDArray[np.floating]) -> FloatArray:
         """Per second: rows by age bins."""
@@ -206,10 +228,10 @@ class _Growth:
         total = before[last] + pooled[last] * (watched_s - AGE_EDGES_S[last])
         starts = before[np.searchsorted(period_of, np.arange(self.n_periods + 1))]
         expected = np.clip(total[:, None] - starts[:-1], 0.0, np.diff(starts))
-        self.expected = expected * weight[:, None]
-        self.events = (period_of[last][:, None] == np.arange(self.n_periods)) * (reused * weight)[
-            :, None
-        ]
+        # A row per period: each is read and written as a whole.
+        self.expected = np.ascontiguousarray((expected * weight[:, None]).T, np.float32)
+        self.events = np.zeros_like(self.expected)
+        self.events[period_of[last], np.arange(len(last))] = reused * weight
 
     def grow(self, settings: TreeSettings, rng: np.random.Generator) -> HazardTrees:
         """All trees, each on some of the samples, features and periods."""
@@ -217,19 +239,23 @@ class _Growth:
         feature = np.zeros((n_trees, depth), np.int64)
         cut = np.full((n_trees, depth), 255, np.uint8)
         values = np.zeros((n_trees, 1 << depth, self.n_periods))
-        ratio = np.zeros((len(self.binned), self.n_periods))
-        columns = np.ascontiguousarray(self.binned.T).astype(np.int64)
+        n_samples = len(self.binned)
+        ratio = np.zeros_like(self.expected)
+        columns = np.ascontiguousarray(self.binned.T)
+        n_kept = min(int(np.ceil(n_samples * settings.rows_per_tree)), settings.rows_per_tree_max)
         for k in range(n_trees):
             chosen = rng.permutation(len(columns))[: settings.features_per_tree]
-            hazard = self.expected * np.exp(ratio)
-            kept = np.flatnonzero(rng.random(len(self.binned)) < settings.rows_per_tree)
-            tree = _Tree(settings, (self.events - hazard)[kept], hazard[kept])
+            kept = rng.choice(n_samples, n_kept, replace=False, shuffle=False)
+            hazard = self.expected[:, kept] * np.exp(np.clip(ratio[:, kept], -_CLIP, _CLIP))
+            tree = _Tree(settings, self.events[:, kept] - hazard, hazard)
             periods = self._window(rng)
             tree.grow(columns, kept, chosen, periods)
             feature[k], cut[k], values[k] = tree.feature, tree.cut, tree.values(periods)
-            leaves = (self.binned[:, feature[k]] > cut[k]) @ (1 << np.arange(depth))
-            ratio += values[k][leaves]
-            np.clip(ratio, -_CLIP, _CLIP, out=ratio)
+            leaves = np.zeros(n_samples, np.uint8)
+            for level in range(depth):
+                leaves |= (columns[feature[k, level]] > cut[k, level]).view(np.uint8) << level
+            for period in range(periods.start, periods.stop):
+                ratio[period] += values[k, :, period].astype(np.float32)[leaves]
         return HazardTrees(self.pooled, self.period_of, self.cuts, feature, cut, values)
 
     def _window(self, rng: np.random.Generator) -> slice:
@@ -243,17 +269,19 @@ class _Growth:
 class _Tree:
     """One oblivious tree: at each level the question that gains most over all leaves."""
 
-    def __init__(self, settings: TreeSettings, gradient: FloatArray, hazard: FloatArray) -> None:
+    def __init__(
+        self, settings: TreeSettings, gradient: Float32Array, hazard: Float32Array
+    ) -> None:
         self._settings = settings
         self._gradient, self._hazard = gradient, hazard
         self.feature = np.zeros(settings.depth, np.int64)
         self.cut = np.full(settings.depth, 255, np.uint8)
-        self._leaf = np.zeros(len(gradient), np.int64)
+        self._leaf = np.zeros(gradient.shape[1], np.int64)
 
-    def grow(self, columns: IntArray, kept: IntArray, chosen: IntArray, periods: slice) -> None:
+    def grow(self, columns: ByteArray, kept: IntArray, chosen: IntArray, periods: slice) -> None:
         """Ask about the chosen features what tells most about the events of `periods`."""
-        g, h = self._gradient[:, periods].sum(1), self._hazard[:, periods].sum(1)
-        asked = [columns[j][kept] for j in chosen]
+        g, h = (a[periods].sum(0, dtype=np.float64) for a in (self._gradient, self._hazard))
+        asked = [columns[j][kept].astype(np.int64) for j in chosen]
         for level in range(self._settings.depth):
             best = 0.0
             for j, column in zip(chosen, asked, strict=True):
@@ -269,12 +297,12 @@ class _Tree:
         """Of each leaf, by period: drawn to what the leaf says of all `periods`, and that to 0."""
         n_leaves, l2 = 1 << self._settings.depth, self._settings
         g, h = (
-            np.stack([np.bincount(self._leaf, c, n_leaves) for c in a.T[periods]], 1)
+            np.stack([np.bincount(self._leaf, c, n_leaves) for c in a[periods]], 1)
             for a in (self._gradient, self._hazard)
         )
         shared = g.sum(1, keepdims=True) / (h.sum(1, keepdims=True) + l2.l2_events)
         apart = (g - h * shared) / (h + l2.l2_period_events)
-        values = np.zeros((n_leaves, self._gradient.shape[1]))
+        values = np.zeros((n_leaves, len(self._gradient)))
         values[:, periods] = l2.rate * np.clip(shared + apart, -2.0, 2.0)
         return values
 

@@ -58,6 +58,7 @@ class Fitted:
         self._nearest = (-2 * centres.T).astype(np.float32)
         self._levels = centres.mean(1).astype(np.float32)
         self._norms = (centres**2).sum(1).astype(np.float32)
+        self._mean = np.full(centres.shape[1], 1 / centres.shape[1], np.float32)
         self.hazards = trees.hazards(np.concatenate([centres, np.zeros((1, centres.shape[1]))]))
         self.worth_per_s = worth_table(self.hazards)
         steps = self.hazards * np.diff(AGE_EDGES_S)
@@ -71,8 +72,10 @@ class Fitted:
     def classes(self, features: Float32Array) -> tuple[IntArray, Float32Array]:
         """The class of each row of features, and by what factor the row's hazards are higher."""
         ratios = self.trees.log_ratios(features)
-        nearest: IntArray = (self._norms + ratios @ self._nearest).argmin(1)
-        levels: Float32Array = np.exp(ratios.mean(1) - self._levels[nearest])
+        distances = ratios @ self._nearest
+        distances += self._norms
+        nearest: IntArray = distances.argmin(1)
+        levels: Float32Array = np.exp(ratios @ self._mean - self._levels[nearest])
         return nearest, levels
 
     def expected_uses(self, classes: IntArray, ages_s: FloatArray) -> FloatArray:
@@ -113,7 +116,7 @@ class Fitted:
             feature = np.asarray(arrays["feature"], np.int64)
             cut = np.asarray(arrays["cut"], np.uint8)
             n_samples, words = int(values["n_samples"]), str(values["words"])
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, OverflowError) as error:
             raise ValueError(f"a part of the model is missing: {error}") from error
         n_periods = int(period_of.max(initial=0)) + 1
         fits = (
@@ -124,11 +127,15 @@ class Fitted:
             and feature.ndim == 2
             and feature.shape == cut.shape
             and 0 <= feature.min(initial=0) <= feature.max(initial=0) < N_FEATURES
+            and len(feature) > 0
+            and 0 < feature.shape[1] <= 8
             and floats["values"].shape == (len(feature), 1 << feature.shape[1], n_periods)
             and floats["centres"].ndim == 2
             and floats["centres"].shape[1] == n_periods
             and len(floats["centres"]) > 0
             and all(not np.isnan(part).any() for part in floats.values())
+            and all(np.isfinite(floats[name]).all() for name in ("pooled", "values", "centres"))
+            and (floats["pooled"] >= 0).all()
         )
         if not fits:
             raise ValueError("the parts of the model do not fit together")
@@ -145,14 +152,14 @@ def fit(snapshot: Snapshot) -> Fitted:
     trees = fit_hazard_trees(
         features, uses.watched_s, uses.reused, uses.weight, snapshot.trees, snapshot.seed
     )
-    ratios = trees.log_ratios(features)
-    centres = _centres(ratios.astype(np.float64), np.random.default_rng(snapshot.seed))
+    rng = np.random.default_rng(snapshot.seed)
+    some = features[rng.permutation(len(features))[:_CENTRE_SAMPLES]]
+    centres = _centres(trees.log_ratios(some))
     return Fitted(trees, centres, len(features), snapshot.words)
 
 
-def _centres(ratios: FloatArray, rng: np.random.Generator) -> FloatArray:
-    """Classes of like curves: k means of a part of the samples."""
-    ratios = ratios[rng.permutation(len(ratios))[:_CENTRE_SAMPLES]]
+def _centres(ratios: Float32Array) -> FloatArray:
+    """Classes of like curves: k means of samples in no order."""
     centres = ratios[:_CLASSES].copy()
     n_centres = len(centres)
     for _ in range(_CENTRE_ROUNDS):
@@ -161,4 +168,4 @@ def _centres(ratios: FloatArray, rng: np.random.Generator) -> FloatArray:
         for j in range(ratios.shape[1]):
             sums = np.bincount(nearest, ratios[:, j], n_centres)
             centres[:, j] = np.where(counts > 0, sums / np.maximum(counts, 1), centres[:, j])
-    return centres[np.argsort(centres.mean(1), kind="stable")]
+    return centres[np.argsort(centres.mean(1), kind="stable")].astype(np.float64)
