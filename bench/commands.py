@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, TextIO
 import typer
 from rich.console import Console
 
-from blobstore.errors import BlobStoreError, SetupError
+from blobstore.errors import BlobStoreError, InvalidRequest, SetupError
 
 if TYPE_CHECKING:
     from blobstore.bench.report import Report, Row
@@ -29,8 +29,23 @@ Data = Annotated[
         "--data", metavar="DIR", help="Directory on the disk to use; /var/tmp if not given."
     ),
 ]
+
+
+def _svg_only(plot: Path | None) -> Path | None:
+    """Refuse what would be no picture to those who open it by its name."""
+    if plot is not None and plot.suffix.lower() != ".svg":
+        raise InvalidRequest(f"--plot writes SVG: name a file that ends in .svg, found {plot.name}")
+    return plot
+
+
 Plot = Annotated[
-    Path | None, typer.Option("--plot", metavar="FILE", help="Write a picture of the ratios (SVG).")
+    Path | None,
+    typer.Option(
+        "--plot",
+        metavar="FILE.svg",
+        help="Write a picture of the ratios (SVG).",
+        callback=_svg_only,
+    ),
 ]
 Tiny = Annotated[bool, typer.Option("--tiny", help="Small and quick: shows that it works.")]
 Check = Annotated[bool, typer.Option("--check", help="Fail if a row misses what it must reach.")]

@@ -84,7 +84,9 @@ def replay(
     ssd_size = 1.0 if settings.ssd_size is None else settings.ssd_size
     for size in (*sizes, ssd_size):
         if not 0 < size <= 1:
-            raise InvalidRequest(f"a size is a share of the distinct blocks, found {size}")
+            raise InvalidRequest(
+                f"a size is a share of the distinct blocks, above 0 and at most 1, found {size}"
+            )
     return (_row(trace, policy, size, settings) for size in sizes for policy in policies)
 
 

@@ -10,6 +10,7 @@ from blobstore.bench.replay import MIN, ReplayRow
 from blobstore.bench.replay_report import ReplayReport
 
 _WIDTH, _PANEL, _TOP, _LEFT, _HEIGHT, _LENGTH, _KEY = 960, 380, 40, 70, 280, 640, 740
+_MARK = 24
 
 _COLOURS = ("#c44", "#3a7", "#36c", "#c80", "#849", "#088", "#865", "#d5a", "#666", "#5a0")
 
@@ -29,12 +30,13 @@ def to_svg(reports: Sequence[ReplayReport]) -> str:
 
 def _panel(report: ReplayReport, top: int) -> Iterator[str]:
     yield f'<text x="{_LEFT}" y="{top - 14}" font-weight="bold">{escape(report.trace.name)}</text>'
-    most = max((row.token_hit_ratio for row in report.rows), default=0.0) or 1.0
+    ticks = ticks_up_to(max((row.token_hit_ratio for row in report.rows), default=0.0) or 1.0)
+    most = ticks[-1]
     sizes = sorted({row.size for row in report.rows})
-    for share in range(5):
-        y = top + _HEIGHT - round(_HEIGHT * share / 4)
+    for tick in ticks:
+        y = top + _HEIGHT - round(_HEIGHT * tick / most)
         yield f'<path d="M{_LEFT} {y}h{_LENGTH}" stroke="#ddd"/>'
-        yield f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{most * share / 4:.3f}</text>'
+        yield f'<text x="{_LEFT - 8}" y="{y + 4}" text-anchor="end">{tick:g}</text>'
     for size in sizes:
         x = _x(size, sizes)
         yield f'<text x="{x}" y="{top + _HEIGHT + 18}" text-anchor="middle">{size:.4g}</text>'
@@ -45,18 +47,33 @@ def _panel(report: ReplayReport, top: int) -> Iterator[str]:
             (_x(row.size, sizes), top + _HEIGHT - round(_HEIGHT * row.token_hit_ratio / most))
             for row in rows
         ]
-        yield from _line(policy, rows, points, _COLOURS[number % len(_COLOURS)])
-        y = top + 16 * number + 12
         colour = "black" if policy == MIN else _COLOURS[number % len(_COLOURS)]
-        yield f'<text x="{_KEY}" y="{y}" fill="{colour}">{escape(policy)}</text>'
+        yield from _line(policy, rows, points, colour)
+        y = top + 16 * number + 12
+        stroke = _stroke(policy, colour)
+        yield f'<path d="M{_KEY} {y - 4}h{_MARK}" stroke-width="2" {stroke}/>'
+        yield f'<text x="{_KEY + _MARK + 8}" y="{y}">{escape(policy)}</text>'
+
+
+def ticks_up_to(most: float) -> list[float]:
+    """Round numbers from 0 to the first that is not below `most`, which is above 0."""
+    rough = most / 5
+    decade = 10.0 ** math.floor(math.log10(rough))
+    step = next(decade * part for part in (1, 2, 5, 10) if decade * part >= rough * (1 - 1e-9))
+    n = math.ceil(most / step * (1 - 1e-9))
+    return [round(step * number, 12) for number in range(n + 1)]
+
+
+def _stroke(policy: str, colour: str) -> str:
+    dashes = ' stroke-dasharray="5 4"' if policy == MIN else ""
+    return f'stroke="{colour}"{dashes}'
 
 
 def _line(
     policy: str, rows: Sequence[ReplayRow], points: Sequence[tuple[int, int]], colour: str
 ) -> Iterator[str]:
-    style = 'stroke="black" stroke-dasharray="5 4"' if policy == MIN else f'stroke="{colour}"'
     path = "L".join(f"{x} {y}" for x, y in points)
-    yield f'<path d="M{path}" fill="none" stroke-width="2" {style}/>'
+    yield f'<path d="M{path}" fill="none" stroke-width="2" {_stroke(policy, colour)}/>'
     for row, (x, y) in zip(rows, points, strict=True):
         told = f"{policy} {row.size:g}: {row.token_hit_ratio:.4f}"
         title = f"<title>{escape(told)}</title>"

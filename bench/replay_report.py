@@ -80,10 +80,14 @@ def _score(policy: str, ratios: dict[tuple[str, float], float]) -> float | None:
 
 
 def _print_scores(rows: Sequence[ReplayRow], console: Console) -> None:
+    scores = scores_of(rows)
+    if not scores:
+        console.print(f"nothing to compare: name another policy than {BASE}")
+        return
     ratios = {(row.policy, row.size): row.token_hit_ratio for row in rows}
     sizes = ", ".join(f"{size:g}" for size in scored_sizes(ratios)) or "none"
     console.print(f"share of the gap from {BASE} to {MIN} that is closed, at {sizes}:")
-    for policy, score in scores_of(rows).items():
+    for policy, score in scores.items():
         worst = min(
             ratio - ratios[BASE, size]
             for (name, size), ratio in ratios.items()

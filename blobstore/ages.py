@@ -23,7 +23,7 @@ class Ages:
 
     def __init__(self) -> None:
         self.reuse_gap = Histogram(BOUNDS_S)
-        """Since the deepest blob that a request found was used before."""
+        """One for each get: since the deepest blob that it found was used before."""
         self.at_eviction = {tier: Histogram(BOUNDS_S) for tier in TIERS}
         """Since its last use, when a copy was given up, by the tier that it left."""
 

@@ -36,6 +36,11 @@ class ClientPins:
             self.nbytes -= record.nbytes
             self._residency.unpin(record, used=False)
 
+    def left_s(self, record: Record) -> float | None:
+        """For how long `record` is kept yet; None if no client asked for that."""
+        until_s = self._until_s.get(record)
+        return None if until_s is None else max(0.0, until_s - self._clock())
+
     def expire(self) -> None:
         """Keep no longer those whose time is up."""
         now_s = self._clock()

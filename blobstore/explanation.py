@@ -6,7 +6,8 @@ values; the command line puts them into words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import islice
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from blobstore.tiering.policy import Policy
 
 NEXT_SHOWN = 3
 """Of those that would leave a tier next."""
+LOOKED_AT_MAX = 4096
+"""Of those in the order of a tier, of whom many may be kept: bounds how long others wait."""
 
 
 class Decides(Protocol):
@@ -44,19 +47,23 @@ def explained(
     now_s: float,
     stories: Stories,
     plan: Decides,
+    leaving: Mapping[str, Sequence[Record]],
     session: Mapping[str, object],
     standing: Mapping[str, object],
+    pinned_s: float | None = None,
 ) -> dict[str, Any]:
     """All about one blob; {} if it is not known and nothing is remembered of it.
 
-    Of a blob that is gone, whose `record` is None, only its story may be left. `session`
-    is what is known of the session that the blob belongs to, if any, and `standing` what
-    the mover has decided (`Mover.standing`), if there is one.
+    Of a blob that is gone, whose `record` is None, only its story may be left. `leaving` is
+    what `leaving_next` says of `plan`, `session` what is known of the session that the blob
+    belongs to, if any, and `standing` what the mover has decided (`Mover.standing`), if there
+    is one; `pinned_s` for how long yet a client has pinned it, if one has.
     """
     story = stories.of(namespace_id, key)
     if record is None:
         names = {"namespace": namespace_id.hex(), "key": key.hex()}
         return {**names, "known": False, "story": story} if story else {}
+    pinned = pinned_s is not None
     return {
         "namespace": namespace_id.hex(),
         **blob_facts(record, now_s),
@@ -65,33 +72,42 @@ def explained(
         "children": sum(1 for _ in record.children()),
         "story": story,
         "kept": {
-            "dram": kept_in_dram(record, waits=bool(standing.get("waits"))),
-            "ssd": kept_on_ssd(record),
+            "dram": kept_in_dram(record, waits=bool(standing.get("waits")), pinned=pinned),
+            "ssd": kept_on_ssd(record, pinned=pinned),
         },
+        "client_pin_s": pinned_s,
         "standing": dict(standing),
         "session": dict(session),
-        "decision": plan.explain(record, now_s) if record.held else {},
-        "next": {
-            "dram": _first(plan.dram),
-            **({"ssd": _first(plan.ssd)} if plan.ssd is not None else {}),
-        },
+        "decision": _decision(plan, record, leaving, now_s) if record.held else {},
+        "next": {tier: [each.key.hex() for each in first] for tier, first in leaving.items()},
     }
 
 
-def kept_in_dram(record: Record, *, waits: bool) -> list[str]:
+def leaving_next(plan: Decides) -> dict[str, list[Record]]:
+    """By tier, those that would leave it next: an order may have some that are kept now."""
+    # What waits for a decision may go, and what does not is in no order if it is the only copy.
+    leaving = {"dram": _first(plan.dram, partial(kept_in_dram, waits=True))}
+    if plan.ssd is not None:
+        leaving["ssd"] = _first(plan.ssd, kept_on_ssd)
+    return leaving
+
+
+def kept_in_dram(record: Record, *, waits: bool, pinned: bool = False) -> list[str]:
     """What keeps its bytes in DRAM, whatever they are worth: codes of `KEPT`; [] if it may go.
 
-    `waits`: it will be decided before it goes whether it is written to SSD.
+    `waits`: it will be decided before it goes whether it is written to SSD. `pinned`: one of
+    its pins is a client's.
     """
-    return list(_keep_in_dram(record, waits)) if record.packed else []
+    return list(_keep_in_dram(record, waits, pinned)) if record.packed else []
 
 
-def kept_on_ssd(record: Record) -> list[str]:
+def kept_on_ssd(record: Record, *, pinned: bool = False) -> list[str]:
     """The same for SSD."""
-    return list(_keep_on_ssd(record)) if record.ssd is not False else []
+    return list(_keep_on_ssd(record, pinned)) if record.ssd is not False else []
 
 
 KEPT = {
+    "client_pin": "pinned by a client",
     "pinned": "readers, writers or transfers hold it",
     "continued": "blobs that continue it are there",
     "dirty": "it is to be written to SSD first",
@@ -102,9 +118,8 @@ KEPT = {
 """Why a blob may not leave a tier now."""
 
 
-def _keep_in_dram(record: Record, waits: bool) -> Iterator[str]:
-    if record.pins:
-        yield "pinned"
+def _keep_in_dram(record: Record, waits: bool, pinned: bool) -> Iterator[str]:
+    yield from _pins(record.pins, pinned)
     if record.dram_children:
         yield "continued"
     if record.dirty:
@@ -118,18 +133,38 @@ def _keep_in_dram(record: Record, waits: bool) -> Iterator[str]:
             yield "only_copy"
 
 
-def _keep_on_ssd(record: Record) -> Iterator[str]:
+def _keep_on_ssd(record: Record, pinned: bool) -> Iterator[str]:
     if record.has_children:
         yield "continued"
     if record.retention is Retention.DURABLE:
         yield "durable"
-    if record.pins or record.heirs:
-        yield "pinned"
+    yield from _pins(record.pins + record.heirs, pinned)
     if record.dirty:
         yield "dirty"
     if record.fill is not None:
         yield "loading"
 
 
-def _first(policy: Policy[Record]) -> list[str]:
-    return [record.key.hex() for record in islice(policy.victims(), NEXT_SHOWN)]
+def _pins(n: int, pinned: bool) -> Iterator[str]:
+    if pinned:
+        yield "client_pin"
+    if n > pinned:
+        yield "pinned"
+
+
+def _first(policy: Policy[Record], kept: Callable[[Record], list[str]]) -> list[Record]:
+    looked_at = islice(policy.victims(), LOOKED_AT_MAX)
+    return list(islice((record for record in looked_at if not kept(record)), NEXT_SHOWN))
+
+
+def _decision(
+    plan: Decides, record: Record, leaving: Mapping[str, Sequence[Record]], now_s: float
+) -> dict[str, object]:
+    """What the plan makes of a blob, beside the worth of those that would leave next."""
+    decision = plan.explain(record, now_s)
+    if "floor" in decision:
+        decision["floor"] = {
+            tier: plan.explain(first[0], now_s).get("worth") if first else None
+            for tier, first in leaving.items()
+        }
+    return decision

@@ -163,6 +163,7 @@ class Readers:
         n_asked = len(keys) // key_bytes
         items = self._items(ns, keys, key_bytes, wait_for_writers=wait_for_writers)
         origins = [_origin(record) for record in items]
+        used_s = [_last_use(record) for record in items]  # loads touch them
         n_held = len(items)
         reason = "" if n_held == n_asked else "absent"
         for record in items:  # nothing of the chain may be evicted while it is put together
@@ -174,7 +175,7 @@ class Readers:
                 reason = why or "no_room"
             leading, origins = items[:n], origins[:n]
             self._count(leading, origins, n_asked - n, reason)
-            self._note_use(leading, n_asked, hint)
+            self._note_use(leading, used_s, n_asked, hint)
             unsealed = any(not record.packed for record in leading)
             pins = list(leading) if unsealed else _pins(leading)
             for record in pins:
@@ -185,13 +186,20 @@ class Readers:
             for record in items:
                 self._residency.unpin(record)
 
-    def _note_use(self, leading: Sequence[Record], n_asked: int, hint: Hint | None) -> None:
+    def _note_use(
+        self,
+        leading: Sequence[Record],
+        used_s: Sequence[float | None],
+        n_asked: int,
+        hint: Hint | None,
+    ) -> None:
         """Note a use of each chain that `leading` is made of: mostly one."""
         ends = _pins(leading)[-CHAINS_OF_A_GET_MAX:]
+        before = dict(zip(leading, used_s, strict=False))
         for end in ends[:-1]:
-            self._uses.got(end, end.depth, end.depth, hint)
+            self._uses.got(end, end.depth, end.depth, hint, before[end])
         if ends:
-            self._uses.got(ends[-1], len(leading), n_asked, hint)
+            self._uses.got(ends[-1], len(leading), n_asked, hint, before[ends[-1]])
 
     def _items(
         self, ns: NamespaceState, keys: bytes, key_bytes: int, *, wait_for_writers: bool
@@ -334,6 +342,11 @@ def _origin(record: Record) -> str:
     if record.packed:
         return "dram"
     return "ssd" if record.ssd is not False else "writer"
+
+
+def _last_use(record: Record) -> float | None:
+    """None of what is being written: its use is to be put."""
+    return None if _origin(record) == "writer" else record.last_used
 
 
 def _is_cold(record: Record) -> bool:

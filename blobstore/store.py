@@ -23,7 +23,7 @@ from blobstore.client_pins import ClientPins
 from blobstore.counters import Counters
 from blobstore.drafts import Drafts
 from blobstore.errors import BlobStoreError, Busy, InvalidRequest
-from blobstore.explanation import explained
+from blobstore.explanation import explained, leaving_next
 from blobstore.hint import Hint
 from blobstore.holder import Holder
 from blobstore.index import Index, NamespaceState, Record, identity
@@ -375,16 +375,19 @@ class Store:
         blobs = self._checked(namespace_id, keys, key_bytes).blobs
         now_s = self._clock()
         self.uses.drain()
+        leaving = leaving_next(self.plan)
         answers = []
         for key in _split(keys, key_bytes):
             record = blobs.get(key)
             session = self.sessions.facts_of(record, now_s) if record is not None else {}
             standing = self._writeback.mover.standing(record) if record and self._writeback else {}
+            pinned_s = self.pins.left_s(record) if record is not None else None
             answers.append(
                 explained(
-                    namespace_id, key, record, now_s, self.stories, self.plan, session, standing
+                    namespace_id, key, record, now_s, self.stories, self.plan, leaving, session,
+                    standing, pinned_s,
                 )
-            )
+            )  # fmt: skip
         return answers
 
     def list_namespaces(

@@ -114,7 +114,7 @@ class Uses:
     Args:
         tell: takes a use; what it raises is logged.
         sessions: learn of uses that name one.
-        gap: is told how long a chain that is used again had not been.
+        gap: is told how long the end of a chain that is got had not been used.
         clock: of the store.
         call_later: of the event loop.
     """
@@ -146,14 +146,24 @@ class Uses:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def got(self, leaf: Record, n_got: int, n_asked: int, hint: Hint | None) -> None:
-        """A get gave `n_got` blobs that end at `leaf`, of `n_asked`. Costs O(1), mostly nothing."""
+    def got(
+        self,
+        leaf: Record,
+        n_got: int,
+        n_asked: int,
+        hint: Hint | None,
+        used_s: float | None = None,
+    ) -> None:
+        """A get gave `n_got` blobs that end at `leaf`, of `n_asked`. Costs O(1), mostly nothing.
+
+        `used_s`: when `leaf` had been used before the get, if that itself has touched it since.
+        """
         session = hint.session if hint is not None else ""
         name = (leaf, session) if session else leaf
         if name in self._waiting:
             return
         now_s = self._clock()
-        idle_s = now_s - leaf.last_used
+        idle_s = now_s - (leaf.last_used if used_s is None else used_s)
         call = _Call(_Kind.GOT, leaf, n_got, n_asked - n_got, hint, now_s, idle_s)
         if n_got == 1 and (parent := leaf.parent) is not None:
             call = self._joined(call, (parent, session) if session else parent)

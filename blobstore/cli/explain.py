@@ -75,12 +75,16 @@ def _key_text(text: str) -> str:
 def _found_anywhere(daemon: Daemon, text: str) -> dict[str, Any]:
     """`_found` in the one namespace that has it."""
     facts: dict[str, Any] = {}
+    is_namespace = False
     for namespace in all_namespaces(daemon):
         found = _found(daemon, bytes.fromhex(namespace["id"]), text)
         if found and facts:
             ids = f"{facts['namespace'][:12]}, {found['namespace'][:12]}"
             raise InvalidRequest(f"several namespaces have {text} ({ids}, …): name one before it")
         facts = found or facts
+        is_namespace = is_namespace or namespace["id"].startswith(text)
+    if is_namespace and not facts:
+        raise InvalidRequest(f"{text} is a namespace: add a key, or its first 8 or more digits")
     return facts
 
 

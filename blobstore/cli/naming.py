@@ -195,7 +195,19 @@ def named(words: Sequence[str], model: str | None, revision: str | None) -> tupl
             f"found {texts[0][:140]!r} alone: name a namespace (its id, or --model) and then a key"
         )
     name = Name(texts.pop(0) if model is None else None, model, revision)
-    return name, Chain.of([key_of("KEY", text) for text in _with_standard_input(texts)])
+    return name, Chain.of([_whole_key(text) for text in _with_standard_input(texts)])
+
+
+def _whole_key(text: str) -> bytes:
+    try:
+        return key_of("KEY", text)
+    except InvalidRequest:
+        if not re.fullmatch(rf"[0-9a-fA-F]{{{PREFIX_DIGITS_MIN},{2 * KEY_BYTES[1]}}}", text):
+            raise
+        raise InvalidRequest(
+            f"KEY must be whole here, found {len(text)} hex digits: `blobstore explain` takes "
+            f"its first {PREFIX_DIGITS_MIN} or more, and shows all"
+        ) from None
 
 
 def _holds(daemon: Daemon, namespace_id: bytes, key: bytes) -> bool:

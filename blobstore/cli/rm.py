@@ -36,8 +36,8 @@ def rm(
 ) -> None:
     """Drop blobs and all that continue them, without asking (exits 1 if none was held).
 
-    Those under a lease go when it ends. With --tier dram, blobs stay, and are read from
-    disk the next time.
+    Those under a lease go when it ends; a pin keeps none. With --tier dram, blobs stay, and
+    are read from disk the next time; pinned ones stay in memory too.
 
     \b
     Examples:

@@ -128,9 +128,9 @@ def _expected(decision: Facts, tiers: Sequence[str]) -> Iterator[str]:
 
 
 def _habits(decision: Facts) -> str:
-    said = f"{_count(decision['uses'], 'use')}, the last {duration(decision['age_s'])} ago"
+    said = _count(decision["uses"], "use")
     if decision.get("gap_s") is not None:
-        said += f" and {duration(decision['gap_s'])} after the one before"
+        said += f", the last {duration(decision['gap_s'])} after the one before"
     return said
 
 
@@ -191,13 +191,20 @@ def _standing(tier: str, facts: Facts) -> str:
     name = TIERS.get(tier, tier)
     kept = facts["kept"][tier]
     if kept:
-        return f"may not leave {name} now: {'; '.join(KEPT.get(code, code) for code in kept)}"
+        return f"may not leave {name} now: {'; '.join(_kept(code, facts) for code in kept)}"
     keys = facts["next"].get(tier, [])
     if facts["key"] in keys:
         before = keys.index(facts["key"])
         turn = f"after {_count(before, 'other')}" if before else "before all others"
         return f"leaves {name} {turn} when room is needed"
     return f"may leave {name} when room is needed, after others"
+
+
+def _kept(code: str, facts: Facts) -> str:
+    said = KEPT.get(code, code)
+    if code == "client_pin" and facts.get("client_pin_s") is not None:
+        said += f" for another {duration(facts['client_pin_s'])}"
+    return said
 
 
 def _without_ssd(facts: Facts) -> str:
@@ -225,7 +232,10 @@ def _measured(admission: Facts) -> str:
     """The chance of another use beside the one that is wanted, if the decision goes by them."""
     if admission["reason"] != "unlikely":
         return ""
-    return f" ({admission['p_reuse']:.1%}, and {admission['threshold']:.1%} is wanted)"
+    return (
+        f" ({admission['p_reuse']:.1%} to be used within the time that it would stay on SSD, "
+        f"and {admission['threshold']:.1%} is wanted)"
+    )
 
 
 def _count(n: int, what: str) -> str:

@@ -126,6 +126,46 @@ def test_parts_that_do_not_fit_together_are_refused(part: str) -> None:
         Fitted.from_parts(arrays, values)
 
 
+def test_a_sealed_model_that_makes_no_sense_is_refused() -> None:
+    chats = Chats()
+    chats.run()
+    arrays, values = fit(chats.classifier.snapshot()).to_parts()
+    no_depth = {
+        "feature": arrays["feature"][:, :0],
+        "cut": arrays["cut"][:, :0],
+        "values": arrays["values"][:, :1],
+    }
+    no_trees = {name: arrays[name][:0] for name in no_depth}
+    endless = {"pooled": np.full_like(arrays["pooled"], np.inf)}
+    negative = {"pooled": np.full(len(arrays["pooled"]), -1.0)}
+    for damage in (no_depth, no_trees, endless, negative):
+        with pytest.raises(ValueError, match="fit together"):
+            Fitted.from_parts(arrays | damage, values)
+    with pytest.raises(ValueError, match="infinity"):
+        Fitted.from_parts(arrays, values | {"n_samples": math.inf})
+
+
+def test_a_shadow_speaks_as_the_model_that_it_follows() -> None:
+    chats, shadow = Chats(hints=True), Chats(hints=True, settings=ClassifierSettings(samples=0))
+    shadow.use(3, 0)  # it has heard another word first
+    chats.run()
+    shadow.classifier.adopt(fit(chats.classifier.snapshot()))
+    shadow.now_s = 1e6
+    never, back = shadow.use(1, 0), shadow.use(2, 0)
+    p_never, p_back = shadow.classifier.p_reuse([never[2], back[2]], shadow.now_s + 5, 30.0)
+    assert p_back > p_never + 0.3
+
+
+def test_words_that_a_model_file_cannot_hold_are_told_apart_from_none() -> None:
+    chats = Chats()
+    chats.run()
+    for kind in ("two\nlines", "main"):
+        chats.classifier.use(Use([1], 0, chats.now_s, 16, 16, kind=kind))
+    fitted = fit(chats.classifier.snapshot())
+    assert fitted.words == ("", "main")
+    assert Fitted.from_parts(*fitted.to_parts()).words == fitted.words
+
+
 def test_words_keep_their_meaning_over_a_restart() -> None:
     chats, later = Chats(hints=True), Chats(hints=True)
     chats.run()

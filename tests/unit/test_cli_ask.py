@@ -163,6 +163,14 @@ def test_odd_ids_are_refused_before_anybody_is_asked(
     assert "hex digits" in one_line(capsys)
 
 
+@pytest.mark.parametrize("start", ["cd" * 4, "cd" * 15 + "c"])
+def test_who_gives_the_start_of_a_key_is_told_what_takes_it(capsys: Output, start: str) -> None:
+    assert main(["stat", "ab" * 32, start, "--socket", "/nobody/there"]) == 2
+    said = one_line(capsys)
+    assert "KEY must be whole here" in said
+    assert "`blobstore explain` takes its first 8" in said
+
+
 def test_a_namespace_alone_is_a_usage_error(capsys: Output) -> None:
     assert main(["stat", "ab" * 32]) == 2
     assert "KEY" in one_line(capsys)

@@ -96,7 +96,8 @@ class TestWords:
         text = said()
         assert "62% to be used again, half of that within 4 min 0 s" in text
         assert "kind: 3 of 12, the last being used again soonest" in text
-        assert "2 uses, the last 1 min 30 s ago and 30 s after the one before" in text
+        assert "2 uses, the last 30 s after the one before" in text
+        assert text.count("1 min 30 s ago\n") == 1  # the use; it is in the story as a load
         assert "that is more than the next to leave DRAM, which is worth 0.002" in text
         assert "that is no more than the next to leave SSD, which is worth 0.04" in text
 
@@ -105,7 +106,7 @@ class TestWords:
             decision={"known": False, "in_force": {}, "policy_why": ""}
         )
         once = decided(uses=1, gap_s=None, p_reuse=0.0, expected_reuse_s=None)
-        assert "1 use, the last 1 min 30 s ago\n" in once
+        assert "\n1 use\n" in once
         assert "0% to be used again\n" in once
         assert "under 1% to be used again" in decided(p_reuse=0.004)
         assert "over 99% to be used again" in decided(p_reuse=0.9961)
@@ -149,6 +150,11 @@ class TestWords:
     def test_what_keeps_it_where_it_is(self, kept: list[str], words: str) -> None:
         assert words in said(kept={"dram": kept, "ssd": []})
 
+    def test_a_pin_of_a_client_is_told_with_its_time(self) -> None:
+        kept = {"dram": ["client_pin", "pinned"], "ssd": []}
+        text = said(kept=kept, client_pin_s=6900.0)
+        assert "now: pinned by a client for another 1 h 55 min; readers, writers" in text
+
     def test_its_turn_to_leave(self) -> None:
         assert "leaves DRAM after 1 other when room is needed" in said()
         assert "may leave SSD when room is needed, after others" in said()
@@ -180,7 +186,8 @@ class TestWords:
                         }
                     }
                 },
-                "it is not likely enough to be used again (3.1%, and 12.5% is wanted)",
+                "it is not likely enough to be used again (3.1% to be used within the time that it "
+                "would stay on SSD, and 12.5% is wanted)",
             ),
         ],
     )
@@ -249,6 +256,14 @@ def test_a_key_alone_is_looked_for_everywhere(
     assert "several namespaces" in said
     assert ns[:12] in said
     assert other.id.hex()[:12] in said
+
+
+def test_a_namespace_without_a_key_is_known_for_one(
+    capsys: Output, put: tuple[str, list[str]]
+) -> None:
+    for text in (put[0], put[0][:8]):
+        assert main(["explain", text]) == 2
+        assert "is a namespace: add a key" in capsys.readouterr().err
 
 
 def test_the_start_of_several_keys_names_none(capsys: Output, served: ServedStore) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from blobstore import ssd_room
-from blobstore.explanation import KEPT, explained, kept_in_dram, kept_on_ssd
+from blobstore.explanation import KEPT, explained, kept_in_dram, kept_on_ssd, leaving_next
 from blobstore.index import Index, Record
 from blobstore.settings import TieringSettings
 from blobstore.stories import Stories
@@ -30,7 +30,8 @@ class Plan:
         self.ssd: LeafLru[Record] | None = LeafLru() if with_ssd else None
 
     def explain(self, item: Record, now_s: float) -> dict[str, object]:
-        return {"policy": "lru", "age_s": now_s - item.last_used}
+        age_s, worth = now_s - item.last_used, float(item.key[-1])
+        return {"policy": "lru", "age_s": age_s, "worth": worth, "floor": {"ssd": 0.0}}
 
 
 class Desk:
@@ -50,7 +51,7 @@ class Desk:
     def explain(self, record: Record, *, known: bool = True, **session: object) -> dict[str, Any]:
         return explained(
             self.state.id, record.key, record if known else None, self.clock(),
-            self.stories, self.plan, session, {"waits": True},
+            self.stories, self.plan, leaving_next(self.plan), session, {"waits": True},
         )  # fmt: skip
 
 
@@ -69,7 +70,7 @@ def test_facts_story_opinion_and_who_is_next_are_joined(desk: Desk) -> None:
     assert told["known"]
     assert told["tiers"] == ["ssd"]
     assert told["story"] == [{"ago_s": 7.0, "what": "dram>ssd", "why": "worth"}]
-    assert told["decision"] == {"policy": "lru", "age_s": 7.0}
+    assert (told["decision"]["policy"], told["decision"]["age_s"]) == ("lru", 7.0)
     assert told["next"] == {"dram": [colder.key.hex()], "ssd": []}
     assert told["session"] == {"turn": 3}
     assert told["standing"] == {"waits": True}
@@ -82,6 +83,27 @@ def test_asking_changes_nothing_in_the_order(desk: Desk) -> None:
     before = list(desk.plan.dram.victims())
     assert desk.explain(blobs[0])["next"]["dram"] == [blob.key.hex() for blob in blobs[:3]]
     assert list(desk.plan.dram.victims()) == before
+
+
+def test_what_may_not_leave_is_not_next_and_sets_no_floor(desk: Desk) -> None:
+    blobs = [desk.blob(number) for number in range(3)]
+    for blob in blobs:
+        blob.ssd = True
+        assert desk.plan.ssd is not None
+        desk.plan.ssd.offer(blob, 1.0, NBYTES)
+    blobs[0].pins = 1
+    told = desk.explain(blobs[2])
+    assert told["next"]["ssd"] == [blob.key.hex() for blob in blobs[1:]]
+    assert told["decision"]["floor"] == {"dram": None, "ssd": 1.0}
+
+
+def test_a_pin_of_a_client_is_told_apart(desk: Desk) -> None:
+    blob = desk.blob(1)
+    blob.ssd, blob.pins = True, 1
+    assert kept_on_ssd(blob, pinned=True) == ["client_pin"]
+    blob.pins = 2
+    assert kept_on_ssd(blob, pinned=True) == ["client_pin", "pinned"]
+    assert kept_on_ssd(blob) == ["pinned"]
 
 
 def test_of_what_is_gone_its_story_is_left(desk: Desk) -> None:
@@ -138,6 +160,13 @@ def test_what_is_said_to_keep_a_blob_is_what_keeps_it(world: SimStore) -> None:
     agree(world)
     reading.release()
     agree(world)
+    world.call(client.pin, ns, keys[2:], 7200.0)
+    world.sim.advance(300.0)
+    (told,) = world.call(world.store.explain, ns.id, keys[2], len(keys[2]))
+    assert told["client_pin_s"] == pytest.approx(6900, abs=1)
+    assert told["kept"]["dram"] == ["client_pin"]
+    agree(world)
+    world.call(client.pin, ns, keys[2:], 0.0)
     world.call(client.drop, ns, keys[1:], "dram")
     agree(world)
     for name, retention in (("kept", "durable"), ("here", "volatile")):

@@ -177,6 +177,21 @@ def test_an_emptied_tier_leaves_the_shadows_as_they_are() -> None:
     assert tier.fallback.stats()["sample"] == before
 
 
+def test_shadows_that_fail_start_anew(caplog: pytest.LogCaptureFixture) -> None:
+    tier = _Tier()
+    tier.run(_rounds(80), 200)
+
+    def broken(use: Use[int]) -> int:
+        raise KeyError(use.items[0])
+
+    tier.fallback._shadows[1].use = broken  # type: ignore[method-assign]
+    tier.run(_rounds(80), 1)
+    assert "start anew" in caplog.text
+    tier.run(_rounds(80), 200)
+    assert tier.fallback.stats()["shadows"]
+    assert caplog.text.count("start anew") == 1
+
+
 def test_what_is_stored_after_a_miss_counts_no_second_request() -> None:
     tier = _Tier()
     tier.run(_rounds(80), 200)

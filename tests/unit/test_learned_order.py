@@ -99,6 +99,21 @@ def test_looking_does_not_change_who_goes() -> None:
         assert _evict(order, judge, 1) == [expected]
 
 
+def test_a_walk_past_many_looks_at_few_at_a_time() -> None:
+    asked: list[int] = []
+
+    class Watched(_Judge):
+        def worths(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
+            asked.append(len(slots))
+            return super().worths(slots)
+
+    judge = Watched({item: float(item) for item in range(3000)}, {})
+    order = _order(judge, range(3000))
+    walked = list(order.victims())
+    assert sorted(walked) == list(range(3000))
+    assert max(asked) <= 128
+
+
 def test_worth_is_asked_anew_after_a_use() -> None:
     judge = _Judge({1: 1.0, 2: 2.0}, {})
     order = _order(judge, [1, 2])

@@ -150,7 +150,7 @@ def test_the_plan_is_told_what_is_gone_and_when_it_is(monkeypatch: pytest.Monkey
     [
         (["belady"], [0.1], None, "unknown policy 'belady': use some of ours, lru"),
         (["oracle"], [0.1], None, "give --ssd a size"),
-        (["lru"], [0.0], None, "a share of the distinct blocks, found 0"),
+        (["lru"], [0.0], None, "distinct blocks, above 0 and at most 1, found 0"),
         (["lru"], [5.0], None, "found 5"),
         (["lru"], [0.1], -1.0, "found -1"),
         (["lru"], [0.1], 0.0, "found 0"),

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from blobstore.bench import commands
 from blobstore.bench.replay import ReplayRow
 from blobstore.bench.replay_command import Asked, names, numbers
-from blobstore.bench.replay_plot import to_svg
+from blobstore.bench.replay_plot import ticks_up_to, to_svg
 from blobstore.bench.replay_report import ReplayReport, scores_of
 from blobstore.bench.trace import made_trace
 from blobstore.errors import InvalidRequest
@@ -85,6 +85,12 @@ def test_the_table_shows_scores_and_the_worst_against_lru() -> None:
     assert "written to SSD" not in text
 
 
+def test_a_score_of_nothing_but_lru_says_so() -> None:
+    text = text_of(ReplayReport(TRACE, rows=[r for r in ROWS if r.policy != "ours"]), score=True)
+    assert "nothing to compare: name another policy than lru" in text
+    assert "closed" not in text
+
+
 def test_the_table_shows_what_was_written_and_read_again() -> None:
     text = text_of(ReplayReport(TRACE, with_ssd=True, rows=ROWS), score=False)
     assert "written to SSD" in text
@@ -96,6 +102,35 @@ def test_the_picture_has_a_line_per_policy_and_a_point_per_row() -> None:
     assert len(svg.findall(f"{SVG}circle")) == 2 * len(ROWS)
     texts = [element.text for element in svg.findall(f"{SVG}text")]
     assert texts.count("ours") == texts.count("min") == texts.count("made") == 2
+
+
+def test_the_key_of_the_picture_has_the_marks_of_the_lines() -> None:
+    svg = ET.fromstring(to_svg([ReplayReport(TRACE, rows=ROWS)]))
+    strokes = [path.get("stroke") for path in svg.findall(f"{SVG}path")]
+    assert [strokes.count(colour) for colour in ("#c44", "#3a7", "black")] == [2, 2, 2]
+    points = [point.get("fill") for point in svg.findall(f"{SVG}circle")]
+    assert [points.count(colour) for colour in ("#c44", "#3a7", "black")] == [4, 4, 4]
+
+
+@pytest.mark.parametrize(
+    ("most", "ticks"),
+    [
+        (0.9, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.4187, [0, 0.1, 0.2, 0.3, 0.4, 0.5]),
+        (1.0, [0, 0.2, 0.4, 0.6, 0.8, 1]),
+        (0.031, [0, 0.01, 0.02, 0.03, 0.04]),
+    ],
+)
+def test_ticks_are_round_and_reach_beyond_the_most(most: float, ticks: list[float]) -> None:
+    assert ticks_up_to(most) == pytest.approx(ticks)
+
+
+def test_a_picture_that_would_not_be_svg_is_refused_at_once(tmp_path: Path) -> None:
+    picture = tmp_path / "replay.png"
+    result = CliRunner().invoke(commands.bench, ["replay", "--tiny", "--plot", str(picture)])
+    assert isinstance(result.exception, InvalidRequest)
+    assert str(result.exception).endswith("ends in .svg, found replay.png")
+    assert not picture.exists()
 
 
 def test_a_picture_of_one_size_or_of_nothing_is_drawn() -> None:

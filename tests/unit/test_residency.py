@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -182,6 +182,46 @@ def test_a_failed_eviction_of_a_chain_leaves_the_tree_as_it_was(room: Room) -> N
     assert list(root.children()) == [leaf]
     assert root.dram_children == 1
     assert list(room.policy.victims()) == [leaf]
+
+
+def test_a_fault_of_the_policy_in_a_search_strands_nobody(room: Room) -> None:
+    first, second = room.put(7), room.put(7)
+    victims = room.policy.victims
+
+    def once() -> Iterator[Record]:
+        room.policy.victims = broken  # type: ignore[method-assign]
+        return victims()
+
+    def broken() -> Iterator[Record]:
+        raise ValueError("no")
+
+    room.policy.victims = once  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="no"):
+        room.take(room.make(14))
+    room.policy.victims = victims  # type: ignore[method-assign]
+    assert room.in_dram(first, second) == [True, True]
+    assert room.take(room.make(14))
+    assert first.gone
+    assert second.gone
+
+
+def test_a_search_that_finds_too_little_tells_the_policy_of_no_departure(room: Room) -> None:
+    told: list[str] = []
+    for name in ("enter", "leave"):
+        real = getattr(room.policy, name)
+
+        def note(*args: object, name: str = name, real: Callable[..., None] = real) -> None:
+            told.append(name)
+            real(*args)
+
+        setattr(room.policy, name, note)
+    room.put(7)
+    pinned = room.put(7)
+    room.residency.pin(pinned)
+    told.clear()
+    assert not room.take(room.make(14))
+    assert told == []
+    room.residency.unpin(pinned)
 
 
 def test_puts_leave_the_reserve_to_loads(room: Room) -> None:

@@ -172,6 +172,36 @@ class TestUses:
         assert sorted(forgotten) == sorted(keys[1:])
 
 
+def test_the_gap_of_a_get_is_since_the_use_before_whatever_tier_it_is_from(
+    world: SimStore, ns: Namespace, client: StoreClient
+) -> None:
+    keys = chain(2)
+    gaps = world.store.counters.ages.reuse_gap
+    world.put_cold(client, ns, keys, payloads(2))
+    for before_s, tier in ((300.0, "ssd"), (700.0, "dram")):
+        (facts,) = client.stat(ns, keys[1:])
+        assert tier in facts["tiers"]
+        counted, told_s = gaps.count, gaps.sum_s
+        world.sim.advance(before_s)
+        world.run(client.read(ns, keys))
+        world.sim.advance(1.0)
+        assert gaps.count == counted + 1
+        assert gaps.sum_s - told_s == pytest.approx(before_s, abs=3)
+
+
+def test_what_was_being_written_when_it_was_asked_for_had_not_been_idle(
+    world: SimStore, ns: Namespace, client: StoreClient
+) -> None:
+    world.sim.advance(1000.0)
+    writing = world.run(client.reserve(ns, chain(1)))
+    reading = world.sim.start(client.get(ns, chain(1), wait_for_writers=True, timeout_s=5.0))
+    world.run(writing.seal([content(0, NBYTES)]))
+    world.finish_all()
+    reading.result().release()
+    world.sim.advance(1.0)
+    assert world.store.counters.ages.reuse_gap.sum_s < 3.0
+
+
 class TestSessions:
     def test_they_survive_a_restart(
         self, world: SimStore, ns: Namespace, client: StoreClient
