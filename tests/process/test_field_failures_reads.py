@@ -55,6 +55,9 @@ with Client(sys.argv[1]) as kv:
 print(json.dumps([keys, held, results]))
 """
 
+LRU = {"BLOBSTORE__TIERING__POLICY": "lru"}
+"""Its order is known: whatever is flooded has left."""
+
 
 def test_keys_are_the_same_in_every_interpreter(run: Daemon) -> None:
     """LMCache/LMCache#1139, #2136, #2511: hit rates of 0, since hash() differs by process."""
@@ -78,7 +81,7 @@ def test_what_a_lease_promised_is_there_under_a_flood(tmp_path: Path, ssd: str) 
     """LMCache/LMCache#4133, #1467: a lookup's promise was evicted before it was fetched."""
     promised, unpromised = chain(ONE_MIB, 1, 12), chain(ONE_MIB, 2, 12)
     with (
-        daemon(tmp_path, "--dram", f"{ARENA_MIB}MiB", "--ssd", ssd) as run,
+        daemon(tmp_path, "--dram", f"{ARENA_MIB}MiB", "--ssd", ssd, environ=LRU) as run,
         Client(run.address, timeout_s=20.0) as kv,
         Puppet(run.address) as flood,
     ):
