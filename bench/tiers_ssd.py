@@ -63,7 +63,12 @@ def rows(setup: Setup) -> list[Row]:
     """`ssd.write` (empty, then full), `ssd.read`, `ssd.promote` and `ssd.first_layer`."""
     scale = _scale(setup)
     setup.need_memory(scale.dram_bytes + 2 * scale.sample_bytes)
-    own = OwnDaemon(setup.directory, dram_bytes=scale.dram_bytes, ssd_bytes=scale.ssd_bytes)
+    own = OwnDaemon(
+        setup.directory,
+        dram_bytes=scale.dram_bytes,
+        ssd_bytes=scale.ssd_bytes,
+        options={"tiering.policy": "lru"},  # a learned one would keep once-only blobs off the disk
+    )
     with (
         own as daemon,
         daemon.client() as kv,
@@ -242,7 +247,9 @@ class _Disk:
     def _fill_up(self) -> None:
         """Put evictable blobs until as many leave the tier as enter it."""
         evicted = 0
+        deadline_s = time.monotonic() + SETTLED_S
         while evicted < self._scale.per_sample:
+            require(time.monotonic() < deadline_s, "the tier is full within a minute")
             evicted = -self._counter("ssd_evicted")
             self._kv.put_from(self._ns, next(self._fresh), self._source)
             self._until(lambda ssd: not ssd["dirty_bytes"])
