@@ -13,8 +13,8 @@ from blobstore.clients.aio_connection import AioConnection
 from blobstore.clients.contact import Contact
 from blobstore.clients.handshake import RETRY_S, Await, Greeted, greet, no_answer
 from blobstore.clients.link import Broken, Ticket
-from blobstore.clients.steps import Call, Operation, Posted, Step, Work
-from blobstore.errors import BlobStoreError, Unavailable
+from blobstore.clients.steps import Call, Operation, Posted, Step, Work, stepped_async
+from blobstore.errors import Unavailable
 from blobstore.protocol import Reply, Request
 
 T = TypeVar("T")
@@ -62,20 +62,7 @@ class AioRunner(Contact):
     async def run(self, operation: Operation[T], call: Call) -> T:
         """Step `operation` to its end; what it returns."""
         try:
-            step = next(operation)
-            while True:
-                try:
-                    outcome = await self._perform(step, call)
-                except BlobStoreError as error:
-                    step = operation.throw(error)
-                else:
-                    step = operation.send(outcome)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        except BaseException:
-            operation.close()
-            raise
+            return await stepped_async(operation, self._perform, call)
         finally:
             for ticket in call.posted:
                 _of(call).forget(ticket)

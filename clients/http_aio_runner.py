@@ -17,7 +17,7 @@ from blobstore.clients.http_exchange import TURN, Exchange, HttpOperation, HttpS
 from blobstore.clients.http_pool import CONNECTIONS_MAX
 from blobstore.clients.http_verbs import exchange_of
 from blobstore.clients.link import Ticket
-from blobstore.clients.steps import Call, Posted, Step, Work
+from blobstore.clients.steps import Call, Posted, Step, Work, stepped_async
 from blobstore.errors import BlobStoreError
 from blobstore.protocol import Request
 
@@ -53,21 +53,7 @@ class HttpAioRunner(HttpContact):
 
     async def run(self, operation: HttpOperation[T], call: Call) -> T:
         """Step `operation` to its end; what it returns."""
-        try:
-            step = next(operation)
-            while True:
-                try:
-                    outcome = await self._perform(step, call)
-                except BlobStoreError as error:
-                    step = operation.throw(error)
-                else:
-                    step = operation.send(outcome)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        except BaseException:
-            operation.close()
-            raise
+        return await stepped_async(operation, self._perform, call)
 
     async def _perform(self, step: Step | Transfers, call: Call) -> Any:
         if isinstance(step, Transfers):

@@ -13,8 +13,8 @@ from blobstore.clients.connection import Connection
 from blobstore.clients.contact import Contact
 from blobstore.clients.handshake import RETRY_S, Greeted, greet, no_answer
 from blobstore.clients.link import Broken, Ticket
-from blobstore.clients.steps import Call, Operation, Posted, Step, Work
-from blobstore.errors import BlobStoreError, Unavailable
+from blobstore.clients.steps import Call, Operation, Posted, Step, Work, stepped
+from blobstore.errors import Unavailable
 from blobstore.protocol import Reply, Request
 
 T = TypeVar("T")
@@ -52,24 +52,13 @@ class Runner(Contact):
 
     def run(self, operation: Operation[T], call: Call) -> T:
         """Step `operation` to its end; what it returns."""
-        outcome: Any = None
-        try:
-            step = next(operation)
-            while True:
-                try:
-                    outcome = self._perform(step, call)
-                except BlobStoreError as error:
-                    step = operation.throw(error)
-                else:
-                    step = operation.send(outcome)
-        except StopIteration as end:
-            result: T = end.value
-            return result
-        except BaseException:
-            operation.close()
+
+        def undo(outcome: Any) -> None:
             if isinstance(outcome, Reply) and call.link is not None:
-                call.link.undo(outcome)  # if the operation was interrupted before it took it
-            raise
+                call.link.undo(outcome)
+
+        try:
+            return stepped(operation, self._perform, call, undo)
         finally:
             if call.posted:
                 self._leave_all(call)

@@ -14,7 +14,7 @@ once more if that connection turns out to be dead.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Awaitable, Callable, Generator
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any, TypeVar
@@ -34,6 +34,7 @@ TIMEOUT_MAX_S = 3600.0
 ANSWER_S = 0.02
 """How much more time than the daemon its answer may take: a call that must not wait gets one."""
 
+S = TypeVar("S")
 T = TypeVar("T")
 R = TypeVar("R", bound=Reply)
 
@@ -79,6 +80,57 @@ class Call:
     def daemon_timeout_s(self) -> float:
         """How long the daemon may take, so that its answer is here by the deadline."""
         return max(self.deadline_s - self._answer_s - monotonic(), 0.0)
+
+
+def stepped(
+    operation: Generator[S, Any, T],
+    perform: Callable[[S, Call], Any],
+    call: Call,
+    undo: Callable[[Any], None] | None = None,
+) -> T:
+    """Step `operation` to its end, each step by `perform`; what it returns.
+
+    If it is interrupted, the last outcome goes to `undo`: it may not have been taken in.
+    """
+    outcome: Any = None
+    try:
+        step = next(operation)
+        while True:
+            try:
+                outcome = perform(step, call)
+            except BlobStoreError as error:
+                step = operation.throw(error)
+            else:
+                step = operation.send(outcome)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    except BaseException:
+        operation.close()
+        if undo is not None:
+            undo(outcome)
+        raise
+
+
+async def stepped_async(
+    operation: Generator[S, Any, T], perform: Callable[[S, Call], Awaitable[Any]], call: Call
+) -> T:
+    """As `stepped`, for a task; whoever was interrupted has nothing to undo."""
+    try:
+        step = next(operation)
+        while True:
+            try:
+                outcome = await perform(step, call)
+            except BlobStoreError as error:
+                step = operation.throw(error)
+            else:
+                step = operation.send(outcome)
+    except StopIteration as end:
+        result: T = end.value
+        return result
+    except BaseException:
+        operation.close()
+        raise
 
 
 def ask(request: Request, expected: type[R]) -> Operation[R]:
