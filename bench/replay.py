@@ -19,6 +19,7 @@ from blobstore.bench.trace import Request, Trace
 from blobstore.errors import InvalidRequest
 from blobstore.tiering.plan import POLICY_NAMES, PlanSettings, make_plan
 from blobstore.tiering.policy import Terms, Use
+from blobstore.tiering.prefill_cost import prefill_cost
 
 MIN, ORACLE = "min", "oracle"
 """Not policies: the optimum of one tier as large as all, and LRU whose SSD admits by foresight."""
@@ -26,10 +27,6 @@ MIN, ORACLE = "min", "oracle"
 NAMES = (*POLICY_NAMES, MIN, ORACLE)
 
 SIZES = (0.005, 0.01, 0.02, 0.05, 0.1)
-
-COST_DOUBLES_AT_TOKEN = 53_900
-"""A token at this position costs twice what the first one does: 1.41e11 operations, and 2.62e6
-for each token before it, in a dense model of 70e9 parameters."""
 
 _SEED = 1
 
@@ -109,8 +106,8 @@ class Score:
         hit_tokens = min(n_held * self._block_tokens, prompt_tokens)
         self._hit_tokens += hit_tokens
         self._prompt_tokens += prompt_tokens
-        self._saved += _cost(hit_tokens)
-        self._cost += _cost(prompt_tokens)
+        self._saved += prefill_cost(hit_tokens)
+        self._cost += prefill_cost(prompt_tokens)
 
     @property
     def token_hit_ratio(self) -> float:
@@ -121,11 +118,6 @@ class Score:
     def cost_saved(self) -> float:
         """The cost of the hit tokens ÷ that of all."""
         return self._saved / max(1.0, self._cost)
-
-
-def _cost(n_tokens: int) -> float:
-    """Of the first `n_tokens` of a prompt, where the very first one costs 1."""
-    return n_tokens + n_tokens * (n_tokens - 1) / 2 / COST_DOUBLES_AT_TOKEN
 
 
 def _optimum(trace: Trace, size: float, settings: ReplaySettings) -> ReplayRow:

@@ -17,6 +17,7 @@ from blobstore.clients.http_landing import Landing
 from blobstore.clients.http_verbs import blob_path, hint_lines
 from blobstore.clients.lease import LeaseBase, check_size
 from blobstore.clients.operations import ask_in, hints_of
+from blobstore.clients.reading import NO_ROOM
 from blobstore.clients.steps import Call, Work, ask, reason
 from blobstore.errors import BlobStoreError, ProtocolError, UnknownNamespace
 from blobstore.hint import Hint
@@ -30,8 +31,6 @@ STAGED = 2 * LANES
 COPIES_BYTES_MAX = 4 << 30
 """What one get copies at most: beyond it a lease ends with the reason "no_room"."""
 
-NO_ROOM = "no_room"
-"""The daemon's reason: a blob cannot be loaded while what is in DRAM is held."""
 _ABSENT = "absent"
 
 L = TypeVar("L", bound=LeaseBase)

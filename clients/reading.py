@@ -20,7 +20,7 @@ from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.protocol import Get, Leased
 
-_NO_ROOM = "no_room"
+NO_ROOM = "no_room"
 """The daemon's reason: the rest cannot be loaded while what is in DRAM is held."""
 
 L = TypeVar("L", bound=LeaseBase)
@@ -72,7 +72,7 @@ def get_into(
             leased = None
             if ticket is not None:
                 leased, ticket = checked((yield ticket), Leased), None
-                if leased.reason == _NO_ROOM:
+                if leased.reason == NO_ROOM:
                     # The window before was held then, and no longer is.
                     LeaseBase(ns, asked, call.link, leased).release()
                     leased = None
@@ -89,7 +89,7 @@ def get_into(
             reason(error)
             break
         if n < len(window):
-            if leased.reason != _NO_ROOM or n == 0:
+            if leased.reason != NO_ROOM or n == 0:
                 break
             # What was just copied makes room for the rest.
             waiting.appendleft(window[n:])

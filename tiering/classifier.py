@@ -19,6 +19,7 @@ from blobstore.tiering.hazard_trees import FloatArray, IntArray, TreeSettings, a
 from blobstore.tiering.item_table import ItemTable
 from blobstore.tiering.learned_order import LearnedOrder
 from blobstore.tiering.policy import Policy, T, Use
+from blobstore.tiering.prefill_cost import COST_DOUBLES_AT_TOKEN
 from blobstore.tiering.reuse_features import (
     N_FEATURES,
     N_REQUEST,
@@ -32,9 +33,6 @@ from blobstore.tiering.reuse_model import MODEL_VERSION, Fitted, Snapshot, fit
 from blobstore.tiering.reuse_samples import ReuseSamples
 
 __all__ = ["MODEL_VERSION", "Classifier", "ClassifierSettings", "Fitted", "Snapshot", "fit"]
-
-_COST_DOUBLES_AT_TOKENS = 53_900
-"""A token at this position costs twice what the first does: dense model of 70B parameters."""
 
 _AGE_MIN_S = 1e-3
 
@@ -342,7 +340,7 @@ class Classifier(Generic[T]):
             worths = self._fitted.worth_per_s[self._classes(slots), age_bins(ages_s)]
             worths = worths * np.where(slots < 0, 1.0, self._table.level[slots])
         if self._by_cost:
-            worths = worths * (1 + self._table.position_tokens[slots] / _COST_DOUBLES_AT_TOKENS)
+            worths = worths * (1 + self._table.position_tokens[slots] / COST_DOUBLES_AT_TOKEN)
         return worths
 
     def _classes(self, slots: IntArray) -> IntArray:

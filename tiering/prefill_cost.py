@@ -9,4 +9,4 @@ for each token before it, in a dense model of 70e9 parameters."""
 
 def prefill_cost(n_tokens: float) -> float:
     """Of the first `n_tokens` of a prompt, where the very first one costs 1."""
-    return n_tokens * (1 + n_tokens / (2 * COST_DOUBLES_AT_TOKEN))
+    return n_tokens + n_tokens * (n_tokens - 1) / 2 / COST_DOUBLES_AT_TOKEN

@@ -15,6 +15,7 @@ from blobstore.bench.trace import Request, Trace, made_trace
 from blobstore.errors import InvalidRequest
 from blobstore.tiering.plan import PlanSettings, make_plan
 from blobstore.tiering.policy import Use
+from blobstore.tiering.prefill_cost import COST_DOUBLES_AT_TOKEN
 
 TRACE = made_trace()
 SIZES = (0.05, 0.2)
@@ -37,7 +38,7 @@ def test_hits_are_counted_in_tokens_and_in_cost() -> None:
     requests = [Request(0.0, [0, 1], 100), Request(1.0, [0, 1], 100), Request(2.0, [0, 2], 90)]
     [row] = replay(Trace("small", 64, requests, 3), ["lru"], [1.0], ReplaySettings())
     assert row.token_hit_ratio == pytest.approx((100 + 64) / 290)
-    doubles = replay_module.COST_DOUBLES_AT_TOKEN
+    doubles = COST_DOUBLES_AT_TOKEN
 
     def cost(n: int) -> float:
         return sum(1 + position / doubles for position in range(n))
