@@ -8,14 +8,22 @@ when an item is a candidate, not when it is used.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, Literal
 
 import numpy as np
+import numpy.typing as npt
 
-from blobstore.tiering.hazard_trees import FloatArray, IntArray, TreeSettings, age_bins
+from blobstore.tiering.hazard_trees import (
+    AGE_EDGES_S,
+    N_AGES,
+    FloatArray,
+    IntArray,
+    age_bins,
+)
 from blobstore.tiering.item_table import ItemTable
 from blobstore.tiering.learned_order import LearnedOrder
 from blobstore.tiering.policy import Policy, T, Use
@@ -31,13 +39,16 @@ from blobstore.tiering.reuse_features import (
 )
 from blobstore.tiering.reuse_model import MODEL_VERSION, Fitted, Snapshot, fit
 from blobstore.tiering.reuse_samples import ReuseSamples
+from blobstore.tiering.shadow_order import ShadowOrder
+from blobstore.tiering.tree_growth import TreeSettings
 
 __all__ = ["MODEL_VERSION", "Classifier", "ClassifierSettings", "Fitted", "Snapshot", "fit"]
 
 _AGE_MIN_S = 1e-3
+_AGE_STARTS_S = AGE_EDGES_S[1:-1].tolist()
 
-_FEW, _CHAIN = 4, 32
-"""A call for so many chains, each so far up, costs little more than for one item."""
+_CHAIN = 32
+"""So far up a chain is judged at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +56,7 @@ class ClassifierSettings:
     """How much is sampled, remembered and fitted.
 
     Args:
-        samples: kept at most; 0 takes none, for one that goes by the fits of another.
+        samples: kept at most.
         samples_per_use: of each request's chain, about; of every second one its end, too.
         first_fit_uses, fit_every_uses: fits are due after so many uses; until there have
             been twice the latter, after half as many again as at the last fit.
@@ -93,6 +104,7 @@ class Classifier(Generic[T]):
         self._fit_at_uses = self._settings.first_fit_uses
         self._now_s = float("-inf")
         self._fitted: Fitted | None = None
+        self._worth_rows: list[list[float]] = []
         self._n_fits = 0
         self._n_orders = 0
 
@@ -112,7 +124,7 @@ class Classifier(Generic[T]):
         self._requests[at] = request
         self._rows[at] = request_row(request)
         self._note(slots, told, request)
-        if self._settings.samples and told < n:
+        if told < n:
             self._sample(slots[told:], self._rows[at], use.now_s)
 
     def forget(self, item: T) -> None:
@@ -121,8 +133,11 @@ class Classifier(Generic[T]):
 
     def order(self, capacity_bytes: int) -> Policy[T]:
         """An order of eviction by worth, for one tier."""
-        self._n_orders += 1
-        return LearnedOrder(self, np.random.default_rng((self._seed, self._n_orders)))
+        return LearnedOrder(self, self._next_rng())
+
+    def shadow_order(self) -> ShadowOrder[T]:
+        """The same for a shadow of a tier, which need not tell its uses."""
+        return ShadowOrder(self, self._table.find, self._next_rng())
 
     def p_reuse(
         self, items: Sequence[T], now_s: float, within_s: float = float("inf")
@@ -150,9 +165,10 @@ class Classifier(Generic[T]):
 
     def adopt(self, fitted: Fitted) -> None:
         """Go by `fitted` from now on."""
-        if self._n_uses == 0 or not self._settings.samples:  # a shadow speaks as its model does
+        if self._n_uses == 0:
             self._words = {word: code for code, word in enumerate(fitted.words)}
         self._fitted = fitted
+        self._worth_rows = fitted.worth_per_s.tolist()
         self._n_fits += 1
 
     def explain(self, item: T, now_s: float) -> dict[str, object]:
@@ -185,11 +201,12 @@ class Classifier(Generic[T]):
 
     def slot_of(self, item: T, last_used: float) -> int:
         """As Judge.slot_of."""
-        slot = self._table.slot(item)
+        table = self._table
+        slot = table.slot(item)
         if slot < 0:
-            slot = int(self._table.admit((item,))[0])
-        if self._table.uses[slot] == 0:
-            self._table.last_s[slot] = last_used
+            slot = int(table.admit((item,))[0])
+        if not table.view.uses[slot]:
+            table.last_s[slot] = last_used
         return slot
 
     def worths(self, slots: IntArray) -> FloatArray:
@@ -197,46 +214,78 @@ class Classifier(Generic[T]):
         if self._fitted is None or self._by_cost:
             return self._worths(slots, self._now_s)
         table = self._table
-        if (table.judged[slots] != self._n_fits).any():
-            self._judge_chains(slots[table.judged[slots] != self._n_fits])
-        ages_s = np.maximum(self._now_s - table.last_s[slots], 0.0)
-        worths = self._fitted.worth_per_s[table.item_class[slots], age_bins(ages_s)]
-        return worths * table.level[slots]
+        stale = (table.judged.take(slots) != self._n_fits).nonzero()[0]
+        if len(stale):
+            self._judge(slots.take(stale))
+        at = table.item_class.take(slots).astype(np.int64)
+        at *= N_AGES
+        at += age_bins(self._now_s - table.last_s.take(slots))
+        worths: FloatArray = self._fitted.worth_per_s.take(at)
+        worths *= table.level.take(slots)
+        return worths
 
-    def worths_above(self, item: T, n: int) -> tuple[list[int], list[float]]:
-        """As Judge.worths_above."""
-        parent, slot = self._table.parent, self._table.slot(item)
-        above: list[int] = []
-        while slot >= 0 and len(above) < n:
-            slot = int(parent[slot])
-            if slot >= 0:
-                above.append(slot)
-        return above, self.worths(np.array(above, np.int64)).tolist() if above else []
+    def worth_of(self, slot: int) -> float | None:
+        """As Judge.worth_of."""
+        view = self._table.view
+        if self._fitted is None or view.judged[slot] != self._n_fits:
+            return None
+        age_bin = bisect_right(_AGE_STARTS_S, self._now_s - view.last_s[slot])
+        worth = self._worth_rows[view.item_class[slot]][age_bin] * view.level[slot]
+        if self._by_cost:
+            worth *= 1 + view.position_tokens[slot] / COST_DOUBLES_AT_TOKEN
+        return worth
+
+    def above(self, slot: int) -> int:
+        """As Judge.above."""
+        return self._table.view.parent[slot]
+
+    def look_up(self, slots: Iterable[int]) -> None:
+        """As Judge.look_up."""
+        if self._fitted is None:
+            return
+        parent, judged, n_fits = self._table.view.parent, self._table.view.judged, self._n_fits
+        found: dict[int, None] = {}
+        for slot in slots:
+            if judged[slot] == n_fits:
+                slot = parent[slot]
+            for _ in range(_CHAIN):
+                if slot < 0 or slot in found or judged[slot] == n_fits:
+                    break
+                found[slot] = None
+                slot = parent[slot]
+        if found:
+            self._judge(np.array([*found]))
+
+    def _next_rng(self) -> np.random.Generator:
+        self._n_orders += 1
+        return np.random.default_rng((self._seed, self._n_orders))
 
     def _new_request(self, use: Use[T], slots: IntArray) -> Request:
         table = self._table
-        unknown = table.uses[slots] == 0
-        known = int(unknown.argmax()) if unknown.any() else len(slots)
+        uses = table.uses.take(slots)
+        unknown = (uses == 0).nonzero()[0]
+        known = int(unknown[0]) if len(unknown) else len(slots)
         self._n_uses += 1
         request = Request(
             serial=self._n_uses,
             time_s=use.now_s,
             n_items=len(slots),
             known_items=known,
-            deepest_known_uses=int(table.uses[slots[known - 1]]) if known else 0,
+            deepest_known_uses=int(uses[known - 1]) if known else 0,
             prompt_tokens=use.prompt_tokens,
             answer_tokens=use.answer_tokens,
             item_tokens=max(use.item_tokens, 1),
             finish=self._code(use.finish),
             kind=self._code(use.kind),
             hinted_turn=use.turn,
+            fork_uses=_fork_uses(uses[:known]) if known else 0,
         )
         before = self._request(int(table.request[slots[known - 1]])) if known else None
         shared = known
         of_session = self._last_of_session(use.session, request.serial)
         if of_session is not None:
             before = of_session
-            mine = np.flatnonzero(table.request[slots] == before.serial)
+            mine = (table.request.take(slots) == before.serial).nonzero()[0]
             shared = int(mine[-1]) + 1 if len(mine) else 0
         follow(request, before, shared, of_session is not None)
         return request
@@ -281,51 +330,64 @@ class Classifier(Generic[T]):
     def _note(self, slots: IntArray, told: int, request: Request) -> None:
         """Bring the table up to date; the first `told` items have been used by this request."""
         table, now_s, n = self._table, request.time_s, len(slots)
-        touched = slots[told:]
-        tokens = table.sample[touched]
-        watched = tokens >= 0
-        if watched.any():
-            self._samples.end(tokens[watched], now_s)
-            table.sample[touched[watched]] = -1
-        uses = table.uses[touched]
-        fresh = uses == 0
         table.parent[slots[1:]] = slots[:-1]
-        if fresh.any():
-            table.first_s[touched[fresh]] = now_s
-            table.gap_s[touched[fresh]] = np.nan
-            bearing = np.arange(told, n)[fresh] - 1
-            table.children[slots[bearing[bearing >= 0]]] += 1
-        known = ~fresh
-        table.gap_s[touched[known]] = now_s - table.last_s[touched[known]]
-        before = table.features[touched, 0]
-        positions = np.arange(told, n)
+        table.request[slots] = request.serial
+        table.judged[slots] = -1
+        if told:
+            table.features[slots[:told], 0] = np.log2(n - np.arange(told))
+        if told == n:
+            return
+        touched, positions = slots[told:], np.arange(told, n)
+        self._end_samples(touched, now_s)
+        uses = table.uses.take(touched)
+        first_s, gap_s = self._times(slots, told, uses, now_s)
         table.features[touched] = item_rows(
             positions,
             n,
             request.known_items,
             uses,
-            np.maximum(table.gap_s[touched], 0.0),
-            np.maximum(now_s - table.first_s[touched], 0.0),
-            table.children[touched],
-            before,
+            np.maximum(gap_s, 0.0),
+            np.maximum(now_s - first_s, 0.0),
+            table.children.take(touched),
+            table.features.take(touched, 0),
         )
-        if told:
-            table.features[slots[:told], 0] = np.log2(n - np.arange(told))
         table.position_tokens[touched] = positions * float(request.item_tokens)
-        table.uses[touched] = uses + 1
+        uses += 1
+        table.uses[touched] = uses
         table.last_s[touched] = now_s
-        table.request[slots] = request.serial
-        table.judged[slots] = -1
+
+    def _times(
+        self, slots: IntArray, told: int, uses: npt.NDArray[np.int32], now_s: float
+    ) -> tuple[FloatArray, FloatArray]:
+        """When each item that is touched was used first, and how long before now last (nan)."""
+        table, touched = self._table, slots[told:]
+        gap_s: FloatArray = now_s - table.last_s.take(touched)
+        fresh = (uses == 0).nonzero()[0]
+        if len(fresh):
+            gap_s[fresh] = np.nan
+            table.first_s[touched[fresh]] = now_s
+            bearing = fresh + (told - 1)
+            table.children[slots[bearing[int(bearing[0] < 0) :]]] += 1
+        table.gap_s[touched] = gap_s
+        return table.first_s.take(touched), gap_s
+
+    def _end_samples(self, slots: IntArray, now_s: float) -> None:
+        tokens = self._table.sample.take(slots)
+        watched = (tokens >= 0).nonzero()[0]
+        if len(watched):
+            self._samples.end(tokens[watched], now_s)
+            self._table.sample[slots[watched]] = -1
 
     def _sample(self, slots: IntArray, row: Float32Array, now_s: float) -> None:
-        n_taken = min(self._settings.samples_per_use, len(slots))
-        places = self._rng.integers(len(slots), size=n_taken)
-        if self._n_uses % 2:
-            places[-1] = len(slots) - 1
-        chosen = slots[np.unique(places)]
+        n, with_end = len(slots), self._n_uses % 2
+        n_drawn = min(self._settings.samples_per_use, n) - with_end
+        places = {int(share * n) for share in self._rng.random(n_drawn).tolist()}
+        if with_end:
+            places.add(n - 1)
+        chosen = slots.take(sorted(places))
         features = np.empty((len(chosen), N_FEATURES), np.float32)
         features[:, :N_REQUEST] = row
-        features[:, N_REQUEST:] = self._table.features[chosen]
+        features[:, N_REQUEST:] = self._table.features.take(chosen, 0)
         self._table.sample[chosen] = self._samples.watch(features, now_s)
 
     def _ages_s(self, slots: IntArray, now_s: float) -> FloatArray:
@@ -354,31 +416,18 @@ class Classifier(Generic[T]):
     def _judge(self, slots: IntArray) -> None:
         """Look up the classes of items as of their last use."""
         assert self._fitted is not None
-        table = self._table
-        serials = table.request[slots]
-        at = serials % len(self._requests)
-        features = np.concatenate([self._rows[at], table.features[slots]], 1)
+        table, n_requests = self._table, len(self._requests)
+        serials = table.request.take(slots)
+        features = np.empty((len(slots), N_FEATURES), np.float32)
+        features[:, :N_REQUEST] = self._rows.take(serials % n_requests, 0)
+        features[:, N_REQUEST:] = table.features.take(slots, 0)
         classes, levels = self._fitted.classes(features)
         # Older than what is remembered of requests, or never told of a use.
-        unknown = (serials < 0) | (serials <= self._n_uses - len(self._requests))
-        classes[unknown], levels[unknown] = self._fitted.unknown_class, 1.0
+        unknown = (serials <= max(self._n_uses - n_requests, 0)).nonzero()[0]
+        if len(unknown):
+            classes[unknown], levels[unknown] = self._fitted.unknown_class, 1.0
         table.item_class[slots], table.level[slots] = classes, levels
         table.judged[slots] = self._n_fits
-
-    def _judge_chains(self, slots: IntArray) -> None:
-        """Judge items and, if they are few, some above them: these are likely to be next."""
-        if len(slots) > _FEW:
-            self._judge(slots)
-            return
-        parent, judged, n_fits = self._table.parent, self._table.judged, self._n_fits
-        found: dict[int, None] = {}
-        for slot in slots.tolist():
-            for _ in range(_CHAIN):
-                if slot < 0 or slot in found or judged[slot] == n_fits:
-                    break
-                found[slot] = None
-                slot = int(parent[slot])
-        self._judge(np.fromiter(found, np.int64, len(found)))
 
     def _judgement(self, slots: IntArray, ages_s: FloatArray, now_s: float) -> dict[str, object]:
         assert self._fitted is not None
@@ -402,3 +451,9 @@ class Classifier(Generic[T]):
             "expected_reuse_s": float(later_s[half] - ages_s[0]) if p_reuse > 0 else None,
             "worth": float(self._worths(slots, now_s)[0]),
         }
+
+
+def _fork_uses(uses: npt.NDArray[np.int32]) -> int:
+    """Of the last item of a chain that has more than its end, 0 if none has."""
+    more = (uses > uses[-1]).nonzero()[0]
+    return int(uses[more[-1]]) if len(more) else 0

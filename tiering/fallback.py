@@ -10,15 +10,14 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any, Generic
+from typing import Generic
 
 from blobstore.tiering.chain_sample import ChainSample
-from blobstore.tiering.learning import MakeLearner
+from blobstore.tiering.learning import Learner, SeeingPolicy
 from blobstore.tiering.policy import T, Terms, Use
 from blobstore.tiering.race import Race
 from blobstore.tiering.run_shadow import REFERENCE_SHADOWS, RunShadow
 from blobstore.tiering.shadow_cache import ShadowCache
-from blobstore.tiering.shadow_order import ShadowOrder
 from blobstore.tiering.switched_order import SwitchedOrder
 
 SHADOW_ITEMS_MIN = 512
@@ -56,7 +55,7 @@ class Fallback(Generic[T]):
         self,
         order: SwitchedOrder[T],
         terms: Terms[T],
-        make_learner: MakeLearner,
+        learner: Learner[T],
         names: Sequence[str],
         *,
         inline: bool = False,
@@ -64,24 +63,22 @@ class Fallback(Generic[T]):
     ) -> None:
         self._order = order
         self._terms = terms
-        self._make_learner = make_learner
+        self._learner = learner
         self._weigh = weigh
         self._race = Race(names, MARGIN)
-        self._fitted: Any = None
+        self._fitted = False
+        self._learned: SeeingPolicy[T] | None = None
         self._sample: ChainSample[T] = ChainSample(1.0, terms.identity, terms.seed)
-        self._learned: ShadowOrder[int] | None = None
         self._shadows: list[ShadowCache[int] | RunShadow] = []
         self._pending: deque[Use[T]] | None = None if inline else deque()
         self._entered = self._entered_sampled = 0
         self.n_switches = 0
 
-    def adopt(self, fitted: Any) -> None:
-        """The learned order goes by `fitted` from now on; with the first fit it takes over."""
-        if self._fitted is None:
+    def fitted(self) -> None:
+        """The learned order goes by a new fit; with the first one it takes over."""
+        if not self._fitted:
             self._put_in_force(self._race.names[0])
-        self._fitted = fitted
-        if self._learned is not None:
-            self._learned.adopt(fitted)
+        self._fitted = True
 
     def note(self, use: Use[T]) -> None:
         """A request uses a chain, held in the tier or not."""
@@ -107,7 +104,7 @@ class Fallback(Generic[T]):
         self._catch_up()
         if self._shadows and self._order.n_items:  # an empty tier tells nothing of sizes
             self._fit_room()
-        if self._fitted is not None and self._race.judge():
+        if self._fitted and self._race.judge():
             self._order.switch(self._race.in_front)
             self.n_switches += 1
 
@@ -129,16 +126,12 @@ class Fallback(Generic[T]):
             return False
         n_items = self._n_items()
         share = _share(n_items)
-        terms = Terms(max(round(n_items * share), 1), _itself, self._terms.seed)
-        self._sample = ChainSample(share, self._terms.identity, terms.seed)
-        self._learned = ShadowOrder(
-            self._make_learner(_itself, terms.seed, shadow=True), terms.capacity_bytes
-        )
-        if self._fitted is not None:
-            self._learned.adopt(self._fitted)
-        self._shadows = [ShadowCache(terms.capacity_bytes, self._learned, _one)]
+        room = max(round(n_items * share), 1)
+        self._sample = ChainSample(share, self._terms.identity, self._terms.seed)
+        self._learned = self._learner.shadow_order()
+        self._shadows = [ShadowCache(room, self._learned, _one)]
         for name in self._race.names[1:]:
-            self._shadows.append(REFERENCE_SHADOWS[name](terms.capacity_bytes))
+            self._shadows.append(REFERENCE_SHADOWS[name](room))
         self._race.put_in_front(self._order.in_force)
         self._entered = self._entered_sampled = 0
         return True
@@ -196,6 +189,8 @@ class Fallback(Generic[T]):
             use.kind,
             use.finish,
         )
+        if self._learned is not None:
+            self._learned.see(use.items, items)
         told = use.n_held if use.continues else 0
         before = self._weigh(told * use.item_tokens)
         saved = [
@@ -209,10 +204,6 @@ class Fallback(Generic[T]):
 def _share(n_items: float) -> float:
     share = max(SHADOW_ITEMS_MIN / n_items, min(SHARE, SHADOW_ITEMS_MAX / n_items))
     return min(share, 1.0)
-
-
-def _itself(identity: int) -> int:
-    return identity
 
 
 def _one(item: int) -> int:

@@ -22,6 +22,9 @@ _GHOSTS_MIN = 65_536
 _GHOSTS_PER_ITEM = 2
 _NEVER = float("-inf")
 
+UNKNOWN = 0
+"""The slot of what is not known: no item has it."""
+
 
 class ItemTable(Generic[T]):
     """Slots of items, and their columns, which others read and write by slot.
@@ -38,7 +41,7 @@ class ItemTable(Generic[T]):
         self._slots: dict[T, int] = {}
         self._ghosts: OrderedDict[int, int] = OrderedDict()
         self._free: list[int] = []
-        self._n_slots = 0
+        self._n_slots = UNKNOWN + 1
         self.last_s = np.full(1024, _NEVER)
         self.first_s = np.zeros(1024)
         self.uses = np.zeros(1024, np.int32)
@@ -52,6 +55,7 @@ class ItemTable(Generic[T]):
         self.level = np.ones(1024, np.float32)
         self.judged = np.full(1024, -1, np.int64)
         self.position_tokens = np.zeros(1024)
+        self.view = _View(self)
 
     def __len__(self) -> int:
         """Items and ghosts."""
@@ -70,6 +74,11 @@ class ItemTable(Generic[T]):
         """The slots of items, -1 where none is known."""
         get = self._slots.get
         return np.fromiter((get(item, -1) for item in items), np.int64, len(items))
+
+    def find(self, item: T) -> int:
+        """The slot of an item or of its ghost; UNKNOWN if there is neither."""
+        slot = self._slots.get(item)
+        return self._ghosts.get(self._identity(item), UNKNOWN) if slot is None else slot
 
     def admit(self, items: Iterable[T]) -> IntArray:
         """The slots of items, made where there is none; ghosts come back with what is known."""
@@ -116,6 +125,7 @@ class ItemTable(Generic[T]):
                 grown[:old] = column
                 setattr(self, name, grown)
         self._clear(slice(old, 2 * old))
+        self.view = _View(self)
 
     def _release(self, slot: int) -> None:
         self._clear(slot)
@@ -129,3 +139,16 @@ class ItemTable(Generic[T]):
         self.parent[at] = self.request[at] = self.sample[at] = self.judged[at] = -1
         self.item_class[at] = 0
         self.level[at] = 1.0
+
+
+class _View:
+    """Some of the columns, to be read at one slot at a time: a third of NumPy's price."""
+
+    def __init__(self, table: ItemTable[Any]) -> None:
+        self.last_s = table.last_s.data
+        self.uses = table.uses.data
+        self.parent = table.parent.data
+        self.item_class = table.item_class.data
+        self.level = table.level.data
+        self.judged = table.judged.data
+        self.position_tokens = table.position_tokens.data

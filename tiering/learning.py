@@ -20,7 +20,7 @@ from blobstore.tiering.model_file import (
     load_model,
     save_model,
 )
-from blobstore.tiering.policy import Policy, T, Use
+from blobstore.tiering.policy import Policy, T, T_contra, Use
 from blobstore.tiering.sealed_file import Unusable
 from blobstore.tiering.training import Training
 
@@ -29,6 +29,14 @@ SAVE_EVERY_S = 600.0
 FloatArray = npt.NDArray[np.float64]
 
 _log = logging.getLogger(__name__)
+
+
+class SeeingPolicy(Policy[int], Protocol[T_contra]):
+    """A Policy of items by identity, as the shadows of tiers know them."""
+
+    def see(self, items: Sequence[T_contra], identities: Sequence[int]) -> None:
+        """The next use is of `items`, which go by `identities` here."""
+        ...
 
 
 class Learner(Protocol[T]):
@@ -44,6 +52,10 @@ class Learner(Protocol[T]):
 
     def order(self, capacity_bytes: int) -> Policy[T]:
         """An order of eviction by what was learned, for one tier."""
+        ...
+
+    def shadow_order(self) -> SeeingPolicy[T]:
+        """The same for a shadow of a tier, which need not tell its uses."""
         ...
 
     def p_reuse(self, items: Sequence[T], now_s: float, within_s: float) -> FloatArray:
@@ -78,8 +90,8 @@ class Learner(Protocol[T]):
 class MakeLearner(Protocol):
     """Makes a classifier of items of any kind."""
 
-    def __call__(self, identity: Callable[[T], int], seed: int, *, shadow: bool) -> Learner[T]:
-        """A fresh one; `shadow`: it only goes by the fits of another, and need take no samples."""
+    def __call__(self, identity: Callable[[T], int], seed: int) -> Learner[T]:
+        """A fresh one."""
         ...
 
 

@@ -17,7 +17,6 @@ from blobstore.tiering.budget import Budget
 from blobstore.tiering.classifier import (
     MODEL_VERSION,
     Classifier,
-    ClassifierSettings,
     Fitted,
     fit,
 )
@@ -34,8 +33,6 @@ OURS = "ours"
 POLICY_NAMES = (OURS, *POLICIES)
 
 METHOD = Method(MODEL_VERSION, fit, Fitted.to_parts, Fitted.from_parts)
-
-_SHADOW = ClassifierSettings(samples=0)
 
 REFERENCES = tuple(REFERENCE_SHADOWS)
 """What ours falls back to: the best references on the traces that it was measured with. The
@@ -208,7 +205,7 @@ def make_learned_plan(
     settings: PlanSettings,
 ) -> Plan[T]:
     """A plan that goes by what is learned, by `method`, and falls back where that loses."""
-    learner = make_learner(dram.identity, dram.seed, shadow=False)
+    learner = make_learner(dram.identity, dram.seed)
     orders: list[SwitchedOrder[T]] = []
     fallbacks: list[Fallback[T]] = []
     for terms in (dram,) if ssd is None else (dram, ssd):
@@ -222,7 +219,7 @@ def make_learned_plan(
             Fallback(
                 order,
                 terms,
-                make_learner,
+                learner,
                 (OURS, *REFERENCES),
                 inline=settings.inline,
                 weigh=prefill_cost if settings.objective == "cost" else float,
@@ -231,7 +228,7 @@ def make_learned_plan(
 
     def on_fit(fitted: Any) -> None:
         for fallback in fallbacks:
-            fallback.adopt(fitted)
+            fallback.fitted()
 
     learning = Learning(learner, method, settings.model_path, on_fit, inline=settings.inline)
     ssd_order = orders[1] if ssd is not None else None
@@ -240,13 +237,8 @@ def make_learned_plan(
 
 
 def _make_classifier(settings: PlanSettings) -> MakeLearner:
-    def make(identity: Callable[[T], int], seed: int, *, shadow: bool) -> Learner[T]:
-        return Classifier(
-            identity,
-            seed,
-            objective=settings.objective,
-            settings=_SHADOW if shadow else None,
-        )
+    def make(identity: Callable[[T], int], seed: int) -> Learner[T]:
+        return Classifier(identity, seed, objective=settings.objective)
 
     return make
 

@@ -6,7 +6,9 @@ Counts and times go in as logarithms, so that no trace's scale is built in.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from math import log2
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +34,8 @@ REQUEST_FEATURES = (
     "new_before_items",
     "conversation_s",
     "part_of_item",
+    "gap_after_finish_s",
+    "fork_uses",
 )
 ITEM_FEATURES = (
     "items_to_end",
@@ -43,6 +47,7 @@ ITEM_FEATURES = (
     "item_age_s",
     "items_to_deepest_known",
     "items_to_end_before",
+    "smoothed_item_gap_s",
 )
 N_REQUEST = len(REQUEST_FEATURES)
 N_ITEM = len(ITEM_FEATURES)
@@ -56,11 +61,17 @@ _SMOOTHING = 0.4
 Float32Array = npt.NDArray[np.float32]
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
+Smooth = TypeVar("Smooth", float, Float32Array)
 
 
 @dataclass(slots=True)
 class Request:
-    """One request of a conversation, as far as the next one of it needs to know."""
+    """One request of a conversation, as far as the next one of it needs to know.
+
+    `fork_uses` are those of the last known item that others used, too, before their ways
+    parted; `after_finish` has the conversation's smoothed gaps by how the answer before
+    ended, and is one for all its requests.
+    """
 
     serial: int
     time_s: float
@@ -84,16 +95,18 @@ class Request:
     gap_before_s: float | None = None
     answer_before_tokens: int = 0
     new_before_items: int = 0
+    fork_uses: int = 0
+    after_finish: dict[int, float] = field(default_factory=dict)
 
 
 def log_count(value: float) -> float:
     """Of a count or a length; 0 for 0."""
-    return float(np.log2(1.0 + value)) if value > 0 else 0.0
+    return log2(1.0 + value) if value > 0 else 0.0
 
 
 def log_gap(gap_s: float) -> float:
     """Of a time between uses, to a tenth of a second."""
-    return float(np.log2(max(gap_s, 0.0) + 0.1))
+    return log2(max(gap_s, 0.0) + 0.1)
 
 
 def follow(request: Request, before: Request | None, shared_items: int, known: bool) -> None:
@@ -118,11 +131,17 @@ def follow(request: Request, before: Request | None, shared_items: int, known: b
     request.gap_s = request.time_s - before.time_s
     request.began_s = before.began_s
     gap = log_gap(request.gap_s)
+    after = request.after_finish = before.after_finish
+    after[before.finish] = _smoothed(after.get(before.finish, gap), gap)
     if before.turn == 0:
         request.smoothed = request.least = gap
     else:
-        request.smoothed = (1 - _SMOOTHING) * before.smoothed + _SMOOTHING * gap
+        request.smoothed = _smoothed(before.smoothed, gap)
         request.least = min(before.least, gap)
+
+
+def _smoothed(before: Smooth, now: Smooth) -> Smooth:
+    return (1 - _SMOOTHING) * before + _SMOOTHING * now
 
 
 def request_row(request: Request) -> Float32Array:
@@ -151,6 +170,8 @@ def request_row(request: Request) -> Float32Array:
             log_count(request.new_before_items) if continues else -1.0,
             log_count(request.time_s - request.began_s),
             request.prompt_tokens % request.item_tokens / request.item_tokens,
+            request.after_finish.get(request.finish, _ABSENT) if request.finish else _ABSENT,
+            log_count(request.fork_uses) if request.known_items else -1.0,
         ),
         np.float32,
     )
@@ -164,21 +185,33 @@ def item_rows(
     gap_s: FloatArray,
     age_s: FloatArray,
     children: npt.NDArray[np.int32],
-    to_end_before: Float32Array,
+    before: Float32Array,
 ) -> Float32Array:
-    """ITEM_FEATURES of the items at `positions` of a chain, each column as of this use."""
-    rows = np.empty((len(positions), N_ITEM), np.float32)
-    known = uses_before > 0
-    rows[:, 0] = n_items - 1 - positions
-    rows[:, 1] = positions
-    rows[:, 2] = uses_before
-    rows[:, 3] = np.where(known, gap_s, 0.0) - 0.9
-    rows[:, 6] = np.where(known, age_s, 0.0)
-    rows[:, 7] = np.maximum(known_items - 1 - positions, 0)
-    logged = (0, 1, 2, 3, 6, 7)
-    rows[:, logged] = np.log2(1.0 + rows[:, logged])
-    rows[:, 3] = np.where(known, rows[:, 3], _ABSENT)
-    rows[:, 4] = ~known
-    rows[:, 5] = children
-    rows[:, 8] = np.where(known, to_end_before, -1.0)
-    return rows
+    """ITEM_FEATURES of the items at `positions` of a chain, each column as of this use.
+
+    `before` has them as of the last one.
+    """
+    columns = np.empty((N_ITEM, len(positions)), np.float32)
+    unknown = (uses_before == 0).nonzero()[0]
+    columns[0] = n_items - 1 - positions
+    columns[1] = positions
+    columns[2] = uses_before
+    columns[3] = gap_s
+    columns[3] -= 0.9
+    columns[6] = age_s
+    np.maximum(known_items - 1 - positions, 0, out=columns[7], casting="unsafe")
+    columns[6, unknown] = 0.0
+    columns[3, unknown] = 0.0
+    for logged in (columns[:4], columns[6:8]):
+        logged += 1.0
+        np.log2(logged, out=logged)
+    columns[4] = 0.0
+    columns[5] = children
+    columns[8] = before[:, 0]
+    columns[3, unknown] = _ABSENT
+    columns[4, unknown] = 1.0
+    columns[8, unknown] = -1.0
+    columns[9] = columns[3]
+    again = (uses_before > 1).nonzero()[0]
+    columns[9, again] = _smoothed(before[again, 9], columns[3, again])
+    return columns.T

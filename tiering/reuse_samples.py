@@ -49,7 +49,8 @@ class ReuseSamples:
     def watch(self, features: Float32Array, now_s: float) -> IntArray:
         """Begin a sample for each row; returns their tokens."""
         n = len(features)
-        places = np.fromiter((self._place() for _ in range(n)), np.int64, n)
+        chances = self._rng.random(n).tolist()
+        places = np.array([self._place(chance) for chance in chances], np.int64)
         tokens = np.arange(self.n_taken, self.n_taken + n) * self._n_max + places
         self.n_taken += n
         self._features[places] = features
@@ -74,26 +75,26 @@ class ReuseSamples:
             self._features[kept], np.maximum(watched_s, 0.0), reused, np.ones(len(ended_s))
         )
 
-    def _place(self) -> int:
-        """Room for one more: unused, or that of a sample that is given up."""
+    def _place(self, chance: float) -> int:
+        """Room for one more: unused, or that of a sample that is given up, by `chance`."""
         n_latest = self._n_max - self._n_max // 2
         if len(self._latest) < n_latest:
             place = len(self)
             self._latest.append(place)
             return place
         oldest = self._latest[self._at]
-        place = self._retire(oldest)
+        place = self._retire(oldest, chance)
         self._latest[self._at] = place
         self._at = (self._at + 1) % n_latest
         return place
 
-    def _retire(self, oldest: int) -> int:
+    def _retire(self, oldest: int, chance: float) -> int:
         """Move the oldest of the latest among the older, or give it up; returns a free place."""
         n_older = self._n_max // 2
         if len(self._older) < n_older:
             self._older.append(oldest)
             return len(self) - 1
-        at = int(self._rng.integers(max(self.n_taken - n_older, n_older)))
+        at = int(chance * max(self.n_taken - n_older, n_older))
         if at >= n_older:
             return oldest
         place, self._older[at] = self._older[at], oldest

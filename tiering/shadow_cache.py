@@ -115,10 +115,15 @@ class ShadowCache(Generic[T]):
 
     def _enter(self, items: Sequence[T], leaf: _Node[T] | None, now_s: float) -> _Node[T] | None:
         """Take in `items` below `leaf`, which stays; returns the new leaf."""
+        nodes = self._nodes
         sizes = [self._nbytes_of(item) for item in items]
-        self._make_room(sum(sizes), leaf)
-        nodes, room_bytes = self._nodes, self.capacity_bytes - self.used_bytes
+        held_bytes = sum(nodes[item].nbytes for item in items if item in nodes)  # mostly none
+        self._make_room(sum(sizes) - held_bytes, leaf)
+        room_bytes = self.capacity_bytes - self.used_bytes
         for item, nbytes in zip(items, sizes, strict=True):
+            if item in nodes:
+                leaf = self._go_on_from(nodes[item], leaf, now_s)
+                continue
             room_bytes -= nbytes
             if room_bytes < 0:
                 break
@@ -128,6 +133,18 @@ class ShadowCache(Generic[T]):
             self.used_bytes += nbytes
             self._policy.enter(item, nbytes)
         return leaf
+
+    def _go_on_from(self, held: _Node[T], leaf: _Node[T] | None, now_s: float) -> _Node[T]:
+        """The chain that ended with `leaf` goes on with what is held below another item.
+
+        There that stays: an item has one place, and its size counts once.
+        """
+        if leaf is not None and not leaf.n_children:
+            self._policy.offer(leaf.item, leaf.last_used, leaf.nbytes)
+        if not held.n_children:
+            self._policy.withdraw(held.item)
+        held.last_used = max(held.last_used, now_s)
+        return held
 
     def _make_room(self, nbytes: int, pinned: _Node[T] | None) -> None:
         policy = self._policy

@@ -1,50 +1,43 @@
-"""The learned order in a shadow, where a classifier of its own follows the fits of another."""
+"""The learned order in a shadow: of items by identity, judged as those of the tiers are.
+
+The classifier has been told of all that a shadow sees. So this one tells it nothing, and
+only remembers which slot each item has there.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
-from blobstore.tiering.learning import Learner
-from blobstore.tiering.policy import T, Use
+import numpy as np
+
+from blobstore.tiering.learned_order import Judge, LearnedOrder
+from blobstore.tiering.policy import T
 
 
-class ShadowOrder(Generic[T]):
-    """A Policy that tells `learner` what its shadow sees; nobody else does."""
+class ShadowOrder(LearnedOrder[int], Generic[T]):
+    """By the worths of `judge`, who knows items by the slots that `find` gives."""
 
-    def __init__(self, learner: Learner[T], capacity_bytes: int) -> None:
-        self._learner = learner
-        self._order = learner.order(capacity_bytes)
+    def __init__(
+        self, judge: Judge[Any], find: Callable[[T], int], rng: np.random.Generator
+    ) -> None:
+        self._find = find
+        self._seen: dict[int, int] = {}
+        self._slots: dict[int, int] = {}
+        super().__init__(judge, rng)
 
-    def __len__(self) -> int:
-        return len(self._order)
+    def see(self, items: Sequence[T], identities: Sequence[int]) -> None:
+        """The next use is of `items`, which go by `identities` here."""
+        self._seen = dict(zip(identities, map(self._find, items), strict=True))
 
-    def adopt(self, fitted: Any) -> None:
-        """Go by `fitted` from now on."""
-        self._learner.adopt(fitted)
-
-    def use(self, use: Use[T]) -> None:
-        """As Policy.use."""
-        self._learner.use(use)
-        self._order.use(use)
-
-    def enter(self, item: T, nbytes: int) -> None:
+    def enter(self, item: int, nbytes: int) -> None:
         """As Policy.enter."""
-        self._order.enter(item, nbytes)
+        self._slots[item] = self._seen[item]
 
-    def leave(self, item: T) -> None:
-        """As Policy.leave: it is in no other tier here."""
-        self._order.leave(item)
-        self._learner.forget(item)
+    def leave(self, item: int) -> None:
+        """As Policy.leave."""
+        self._slots.pop(item, None)
+        super().leave(item)
 
-    def offer(self, item: T, last_used: float, nbytes: int) -> None:
-        """As Policy.offer."""
-        self._order.offer(item, last_used, nbytes)
-
-    def withdraw(self, item: T) -> None:
-        """As Policy.withdraw."""
-        self._order.withdraw(item)
-
-    def victims(self) -> Iterator[T]:
-        """As Policy.victims."""
-        return self._order.victims()
+    def _slot(self, item: int, last_used: float) -> int:
+        return self._slots[item]

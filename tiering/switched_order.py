@@ -31,6 +31,8 @@ class SwitchedOrder(Generic[T]):
         """What the items in the tier take, without its own rounding."""
         self._sizes: dict[T, int] = {}
         self._offers: dict[T, tuple[float, int]] = {}
+        self._strays: dict[T, None] = {}
+        """May go, though they were not said to be in the tier."""
         self._next: _Building[T] | None = None
 
     def __len__(self) -> int:
@@ -45,8 +47,9 @@ class SwitchedOrder(Generic[T]):
         """Let the order called `name` decide, as soon as `step` has built it."""
         self._next = None
         if name != self.in_force:
-            items = dict.fromkeys([*self._sizes, *self._offers])
-            self._next = _Building(name, self._factories[name](), list(items))
+            # Nothing but copies of keys: some milliseconds for a million items.
+            rest = [*reversed(self._strays), *reversed(self._sizes)]
+            self._next = _Building(name, self._factories[name](), rest)
             self.step()
 
     def step(self) -> None:
@@ -78,6 +81,7 @@ class SwitchedOrder(Generic[T]):
         """As Policy.enter."""
         self.used_bytes += nbytes - self._sizes.get(item, 0)
         self._sizes[item] = nbytes
+        self._strays.pop(item, None)
         self._leading.enter(item, nbytes)
         if self._next is not None:
             self._next.enter(item, nbytes)
@@ -85,7 +89,7 @@ class SwitchedOrder(Generic[T]):
     def leave(self, item: T) -> None:
         """As Policy.leave."""
         self.used_bytes -= self._sizes.pop(item, 0)
-        self._offers.pop(item, None)
+        self._forget_offer(item)
         self._leading.leave(item)
         if self._next is not None:
             self._next.leave(item)
@@ -93,13 +97,15 @@ class SwitchedOrder(Generic[T]):
     def offer(self, item: T, last_used: float, nbytes: int) -> None:
         """As Policy.offer."""
         self._offers[item] = (last_used, nbytes)
+        if item not in self._sizes:
+            self._strays[item] = None
         self._leading.offer(item, last_used, nbytes)
         if self._next is not None and (item in self._next.entered or item not in self._sizes):
             self._next.order.offer(item, last_used, nbytes)
 
     def withdraw(self, item: T) -> None:
         """As Policy.withdraw."""
-        self._offers.pop(item, None)
+        self._forget_offer(item)
         self._leading.withdraw(item)
         if self._next is not None:
             self._next.order.withdraw(item)
@@ -108,15 +114,20 @@ class SwitchedOrder(Generic[T]):
         """As Policy.victims, by the order in force when it is called."""
         return self._leading.victims()
 
+    def _forget_offer(self, item: T) -> None:
+        self._offers.pop(item, None)
+        if self._strays:
+            self._strays.pop(item, None)
+
 
 class _Building(Generic[T]):
     """An order on its way into force: it knows `entered`, and `rest` is to come, last first."""
 
-    def __init__(self, name: str, order: Policy[T], items: list[T]) -> None:
+    def __init__(self, name: str, order: Policy[T], rest: list[T]) -> None:
         self.name = name
         self.order = order
         self.entered: set[T] = set()
-        self.rest = items[::-1]
+        self.rest = rest
 
     def enter(self, item: T, nbytes: int) -> None:
         self.entered.add(item)

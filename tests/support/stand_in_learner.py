@@ -12,7 +12,7 @@ from typing import Generic
 import numpy as np
 
 from blobstore.tiering.key_heap import KeyHeap
-from blobstore.tiering.learning import FloatArray, Learner, Method
+from blobstore.tiering.learning import FloatArray, Learner, Method, SeeingPolicy
 from blobstore.tiering.model_file import Arrays, Values
 from blobstore.tiering.policy import Policy, T, Use
 
@@ -49,6 +49,11 @@ class NewestFirst(Generic[T]):
         return self._heap.walk()
 
 
+class _Seeing(NewestFirst[int], Generic[T]):
+    def see(self, items: Sequence[T], identities: Sequence[int]) -> None:
+        pass
+
+
 class StandInLearner(Generic[T]):
     """A Learner; `fit_every` uses make a fit due, which counts them."""
 
@@ -60,6 +65,7 @@ class StandInLearner(Generic[T]):
         self.forgotten: list[T] = []
         self.adopted: list[int] = []
         self.odds = 0.5
+        self.n_shadows = 0
 
     def use(self, use: Use[T]) -> None:
         self.n_uses += 1
@@ -69,6 +75,10 @@ class StandInLearner(Generic[T]):
 
     def order(self, capacity_bytes: int) -> Policy[T]:
         return NewestFirst()
+
+    def shadow_order(self) -> SeeingPolicy[T]:
+        self.n_shadows += 1
+        return _Seeing()
 
     def p_reuse(self, items: Sequence[T], now_s: float, within_s: float) -> FloatArray:
         return np.full(len(items), self.odds)
@@ -99,11 +109,10 @@ class StandIns:
     def __init__(self, fit_every: int = 10) -> None:
         self.fit_every = fit_every
         self.made: list[StandInLearner[int]] = []
-        self.shadows: list[StandInLearner[int]] = []
 
-    def __call__(self, identity: Callable[[T], int], seed: int, *, shadow: bool) -> Learner[T]:
+    def __call__(self, identity: Callable[[T], int], seed: int) -> Learner[T]:
         learner = StandInLearner(identity, fit_every=self.fit_every)
-        (self.shadows if shadow else self.made).append(learner)  # type: ignore[arg-type]
+        self.made.append(learner)  # type: ignore[arg-type]
         return learner
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -145,17 +146,6 @@ def test_a_sealed_model_that_makes_no_sense_is_refused() -> None:
         Fitted.from_parts(arrays, values | {"n_samples": math.inf})
 
 
-def test_a_shadow_speaks_as_the_model_that_it_follows() -> None:
-    chats, shadow = Chats(hints=True), Chats(hints=True, settings=ClassifierSettings(samples=0))
-    shadow.use(3, 0)  # it has heard another word first
-    chats.run()
-    shadow.classifier.adopt(fit(chats.classifier.snapshot()))
-    shadow.now_s = 1e6
-    never, back = shadow.use(1, 0), shadow.use(2, 0)
-    p_never, p_back = shadow.classifier.p_reuse([never[2], back[2]], shadow.now_s + 5, 30.0)
-    assert p_back > p_never + 0.3
-
-
 def test_words_that_a_model_file_cannot_hold_are_told_apart_from_none() -> None:
     chats = Chats()
     chats.run()
@@ -261,3 +251,25 @@ def test_a_cache_under_it_keeps_those_that_come_back() -> None:
                 cache.take_in(items, chats.now_s)
             chats.now_s += 10 / 6
     assert n_hits > 300
+
+
+@pytest.mark.parametrize("objective", ["tokens", "cost"])
+def test_an_item_is_worth_the_same_whether_it_is_looked_at_alone_or_with_others(
+    objective: Literal["tokens", "cost"],
+) -> None:
+    chats = Chats()
+    chats.run()
+    fitted = fit(chats.classifier.snapshot())
+    classifier: Classifier[int] = Classifier(lambda item: item, 3, objective=objective)
+    chain = list(range(100))
+    classifier.use(Use(chain, 0, 0.0, item_tokens=5000))
+    assert classifier.worth_of(classifier.slot_of(99, 0.0)) is None
+    classifier.adopt(fitted)
+    classifier.use(Use([1000, 1001], 0, 7.0))
+    classifier.look_up([classifier.slot_of(99, 0.0)])
+    slots = [classifier.slot_of(item, 0.0) for item in chain]
+    judged = [slot for slot in slots if classifier.worth_of(slot) is not None]
+    assert len(judged) == 32
+    alone = [classifier.worth_of(slot) for slot in judged]
+    assert alone == pytest.approx(classifier.worths(np.array(judged)).tolist())
+    assert classifier.above(judged[1]) == judged[0]

@@ -9,10 +9,9 @@ from blobstore.tiering.hazard_trees import (
     AGE_EDGES_S,
     N_AGES,
     HazardTrees,
-    TreeSettings,
     age_bins,
-    fit_hazard_trees,
 )
+from blobstore.tiering.tree_growth import TreeSettings, fit_hazard_trees
 
 N = 4000
 
@@ -96,3 +95,12 @@ def test_uses_at_the_same_time_are_uses() -> None:
     trees = _fit(features, np.zeros(1000), 10.0)
     assert np.isfinite(trees.values).all()
     assert _hazard(trees, [0.0, 0.0, 0.0], 0.01) > 1.0
+
+
+def test_a_rare_kind_is_found_wherever_it_lies_among_many_samples() -> None:
+    many = 5 * TreeSettings().samples_per_tree
+    features = np.zeros((many, 2), np.float32)
+    features[-many // 20 :, 1] = 1.0
+    scales_s = np.where(features[:, 1] > 0, 2.0, 200.0)
+    trees = _fit(features, np.random.default_rng(4).exponential(scales_s), watched_s=50.0)
+    assert _hazard(trees, [0.0, 1.0], 1.0) > 20 * _hazard(trees, [0.0, 0.0], 1.0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blobstore.tiering import item_table
-from blobstore.tiering.item_table import ItemTable
+from blobstore.tiering.item_table import UNKNOWN, ItemTable
 
 
 def _table() -> ItemTable[str]:
@@ -31,12 +31,24 @@ def test_content_that_comes_back_as_another_item_is_known_again() -> None:
     assert table.n_ghosts == 0
 
 
+def test_an_item_is_found_as_long_as_it_or_its_ghost_is_known() -> None:
+    table = _table()
+    (slot,) = table.admit(["a1"])
+    assert table.find("a1") == slot
+    table.forget("a1")
+    assert table.find("a1") == table.find("b1") == slot
+    assert table.find("a2") == UNKNOWN
+    assert UNKNOWN not in table.admit([f"a{n}" for n in range(100)])
+
+
 def test_columns_keep_their_values_when_they_grow() -> None:
     table = _table()
     slots = table.admit([f"a{n}" for n in range(5000)])
     assert len(set(slots.tolist())) == 5000
     assert (table.parent[slots] == -1).all()
     assert (table.uses[slots] == 0).all()
+    table.last_s[slots[-1]] = 7.0
+    assert table.view.last_s[slots[-1]] == 7.0
 
 
 def test_ghosts_are_bounded_and_the_oldest_go_first(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -20,20 +20,29 @@ class _Judge:
     def __init__(self, worth: Mapping[int, float], parents: Mapping[int, int]) -> None:
         self.worth = worth
         self.parents = parents
-        self.n_asked = 0
+        self.n_asked = self.n_looked_up = 0
+        self.judged: set[int] = set()
 
     def slot_of(self, item: int, last_used: float) -> int:
         return item
 
     def worths(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
         self.n_asked += 1
+        self.judged.update(slots.tolist())
         return np.array([self.worth[slot] for slot in slots.tolist()])
 
-    def worths_above(self, item: int, n: int) -> tuple[list[int], list[float]]:
-        above: list[int] = []
-        while len(above) < n and (item := self.parents.get(item, -1)) >= 0:
-            above.append(item)
-        return above, [self.worth[slot] for slot in above]
+    def worth_of(self, slot: int) -> float | None:
+        return self.worth[slot] if slot in self.judged else None
+
+    def above(self, slot: int) -> int:
+        return self.parents.get(slot, -1)
+
+    def look_up(self, slots: Iterable[int]) -> None:
+        self.n_looked_up += 1
+        for slot in slots:
+            for _ in range(8):
+                self.judged.add(slot)
+                slot = self.above(slot)
 
 
 def _order(judge: _Judge, items: range | list[int]) -> LearnedOrder[int]:
@@ -84,6 +93,13 @@ def test_a_chain_goes_on_while_it_is_worth_least() -> None:
     judge, order = _two_chains([1.0] * 40, [2.0] * 40)
     assert _evict(order, judge, 40) == list(range(39, -1, -1))
     assert judge.n_asked < 5
+    assert judge.n_looked_up < 8
+
+
+def test_of_chains_worth_the_same_one_is_lost_whole_before_the_next() -> None:
+    judge, order = _two_chains([1.0] * 10, [1.0] * 10)
+    gone = _evict(order, judge, 20)
+    assert [item // 100 for item in gone] in ([0] * 10 + [1] * 10, [1] * 10 + [0] * 10)
 
 
 def test_a_chain_stops_where_another_is_worth_less() -> None:
@@ -111,7 +127,19 @@ def test_a_walk_past_many_looks_at_few_at_a_time() -> None:
     order = _order(judge, range(3000))
     walked = list(order.victims())
     assert sorted(walked) == list(range(3000))
-    assert max(asked) <= 128
+    assert max(asked) <= 1024
+
+
+def test_what_is_read_over_and_over_leaves_nothing_behind() -> None:
+    judge = _Judge({item: float(item) for item in range(10)}, {})
+    order = _order(judge, range(10))
+    assert next(order.victims()) == 0
+    for _ in range(1000):
+        order.withdraw(0)
+        order.offer(0, 0.0, 1)
+    assert len(order._heap) < 300
+    assert next(order.victims()) == 0
+    assert len(order) == 10
 
 
 def test_worth_is_asked_anew_after_a_use() -> None:
@@ -121,6 +149,19 @@ def test_worth_is_asked_anew_after_a_use() -> None:
     judge.worth = {1: 2.0, 2: 1.0}
     order.use(Use([1], 1, 1.0))
     assert next(order.victims()) == 2
+
+
+def test_what_a_use_has_changed_waits_for_the_next_sweep() -> None:
+    judge = _Judge({item: float(item) for item in range(400)}, {})
+    order = _order(judge, range(400))
+    gone = _evict(order, judge, 2)
+    judge.worth = {**judge.worth, 2: -1.0, 401: -2.0}
+    order.use(Use([2], 1, 1.0))
+    order.offer(401, 0.0, 1)
+    gone += _evict(order, judge, 40)
+    assert gone == [0, 1, *range(3, 43)]
+    gone = _evict(order, judge, 60)
+    assert gone.index(401) + 1 == gone.index(2)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -73,6 +73,47 @@ def test_a_parent_is_as_recent_as_the_children_that_left() -> None:
     assert held(cache, "ab", "q", "r", "s") == [0, 1, 1, 1]
 
 
+def tree_use(items: str, now_s: float) -> Use[str]:
+    """A chain of single letters, each of which may come after others elsewhere."""
+    return Use(list(items), 0, now_s)
+
+
+def test_an_item_that_comes_after_another_one_is_held_once() -> None:
+    cache = lru(6)
+    cache.use(tree_use("abc", 1))
+    cache.use(tree_use("xyc", 2))
+    assert (len(cache), cache.used_bytes) == (5, 5)
+    assert list(cache.lineage("c")) == ["c", "b", "a"]
+    cache.use(tree_use("xzcd", 3))
+    assert list(cache.lineage("d")) == ["d", "c", "b", "a"]
+    assert (len(cache), cache.used_bytes) == (6, 6)
+    cache.use(tree_use("pqrstu", 4))
+    assert "".join(cache._nodes) == "pqrstu"
+    assert cache.used_bytes == 6
+
+
+def test_an_item_that_has_to_leave_for_its_own_chain_comes_in_anew() -> None:
+    cache = lru(3)
+    cache.use(tree_use("abc", 1))
+    cache.use(tree_use("xyc", 2))
+    assert cache.used_bytes == len(cache) == len(cache._nodes)
+    assert cache.used_bytes <= 3
+
+
+@given(st.lists(st.lists(st.sampled_from("abcdefgh"), unique=True, min_size=1), max_size=30))
+def test_what_is_used_is_what_is_held_whatever_trees_come(chains: list[list[str]]) -> None:
+    cache: ShadowCache[str] = ShadowCache(5, LeafLru(), one)
+    for now_s, items in enumerate(chains):
+        cache.use(Use(items, 0, float(now_s)))
+        nodes = cache._nodes
+        assert cache.used_bytes == len(nodes) <= 5
+        below = [node.parent.item for node in nodes.values() if node.parent is not None]
+        assert all(node.n_children == below.count(item) for item, node in nodes.items())
+        assert set(below) <= set(nodes)
+        leaves = {item for item, node in nodes.items() if not node.n_children}
+        assert set(cache._policy.victims()) == leaves
+
+
 def test_what_does_not_fit_stays_out_tail_first() -> None:
     cache = lru(3)
     cache.use(use("xy", 1))

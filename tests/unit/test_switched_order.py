@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from blobstore.tiering import switched_order as module
+from blobstore.tiering.fifo import Fifo
 from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.policy import Use
 from blobstore.tiering.switched_order import SwitchedOrder
@@ -122,3 +123,25 @@ def test_changing_ones_mind_while_an_order_is_built_keeps_the_one_in_force(
     for _ in range(5):
         order.step()
     assert order.in_force == "new"
+
+
+def test_what_was_only_offered_is_taken_over_too() -> None:
+    order = _order()
+    order.offer("z", 5.0, 1)
+    order.offer("y", 6.0, 1)
+    order.withdraw("y")
+    order.enter("y", 1)
+    order.switch("lru")
+    assert list(order.victims()) == ["a", "b", "c", "z"]
+    order.leave("z")
+    order.switch("new")
+    assert list(order.victims()) == ["c", "b", "a"]
+
+
+def test_items_are_taken_over_in_the_order_in_which_they_entered() -> None:
+    order: SwitchedOrder[int] = SwitchedOrder({"new": NewestFirst, "fifo": Fifo}, "new")
+    for item in (3, 1, 2):
+        order.enter(item, 1)
+        order.offer(item, 0.0, 1)
+    order.switch("fifo")
+    assert list(order.victims()) == [3, 1, 2]
