@@ -18,7 +18,14 @@ from typing import Annotated, Any, get_type_hints
 from blobstore import config_values as values
 from blobstore.config_values import AUTO, Size
 from blobstore.errors import InvalidRequest
-from blobstore.settings import HUGE_PAGES, OBJECTIVES, POLICIES, TieringSettings
+from blobstore.settings import (
+    HUGE_PAGES,
+    OBJECTIVES,
+    POLICIES,
+    RebuildSettings,
+    TieringSettings,
+)
+from blobstore.terms import DIVERGENCE, RECALL, TEXT
 
 ENV_PREFIX = "BLOBSTORE__"
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -114,6 +121,38 @@ class TieringSection:
     promote_rate: Annotated[
         int, Key(values.size, "bytes per second loaded ahead of use; 0: no limit")
     ] = _TIERING.promote_rate
+    fetch_rate: Annotated[
+        int, Key(values.size, "bytes per second read from SSD, for a get as well; 0: no limit")
+    ] = _TIERING.fetch_rate
+    supersede_grace_s: Annotated[
+        float, Key(values.seconds, "a replaced context is kept like others for so long")
+    ] = _TIERING.supersede_grace_s
+
+
+_REBUILD = RebuildSettings()
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildSection:
+    """What is kept of tokens, and how blobs come back from them."""
+
+    text: Annotated[
+        str,
+        Key(values.one_of(*TEXT), "what is kept of a blob's tokens, if its namespace says none"),
+    ] = _REBUILD.text
+    recall: Annotated[
+        str, Key(values.one_of(*RECALL), "how blobs that are not in DRAM come back, likewise")
+    ] = _REBUILD.recall
+    divergence: Annotated[
+        str, Key(values.one_of(*DIVERGENCE), "what becomes of rebuilt blobs that differ, likewise")
+    ] = _REBUILD.divergence
+    text_quota: Annotated[
+        int, Key(values.positive_size, "bound of all texts; the oldest go for new ones")
+    ] = _REBUILD.text_quota
+    text_retention_days: Annotated[
+        float, Key(values.days, "a text that is not noted again for so long goes")
+    ] = _REBUILD.text_retention_days
+    jobs_max: Annotated[int, Key(values.count, "rebuilds that wait or run")] = _REBUILD.jobs_max
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +252,7 @@ class Config:
     dram: DramSection = field(default_factory=DramSection)
     ssd: SsdSection = field(default_factory=SsdSection)
     tiering: TieringSection = field(default_factory=TieringSection)
+    rebuild: RebuildSection = field(default_factory=RebuildSection)
     local: LocalSection = field(default_factory=LocalSection)
     http: HttpSection = field(default_factory=HttpSection)
     times: TimesSection = field(default_factory=TimesSection)

@@ -34,6 +34,14 @@ def size(value: object) -> int:
     return parse_size(value)
 
 
+def positive_size(value: object) -> int:
+    """A size above 0."""
+    found = size(value)
+    if not found:
+        raise InvalidRequest("must be above 0")
+    return found
+
+
 def auto_size(value: object) -> Size:
     """A size, or `auto`."""
     return AUTO if value == AUTO else size(value)
@@ -82,6 +90,14 @@ def duration(value: object) -> float:
     number = seconds(value)
     if number == 0:
         raise InvalidRequest("must be above 0 seconds")
+    return number
+
+
+def days(value: object) -> float:
+    """A finite number of days above 0."""
+    number = seconds(value)
+    if number == 0:
+        raise InvalidRequest("must be above 0 days")
     return number
 
 

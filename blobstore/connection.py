@@ -36,7 +36,9 @@ from blobstore.holder import Granted, Holder
 from blobstore.index import Retention
 from blobstore.latencies import Latencies
 from blobstore.readers import Found
+from blobstore.rebuild_calls import RebuildCalls
 from blobstore.store import Store
+from blobstore.terms import Terms
 from blobstore.transports import framing
 
 REQUESTS_IN_FLIGHT_MAX = 1024
@@ -48,7 +50,7 @@ _ENDING = (p.Ping, p.Wait, p.Release, p.SealParts, p.Seal, p.Abort, p.Stats, p.H
 
 _REST_BYTES = 1 << 16
 
-_WAITING = (p.Get, p.Wait, p.Reserve, p.Verify)
+_WAITING = (p.Get, p.Wait, p.Reserve, p.Verify, p.NextRebuild)
 """Ended with their connection. Seals are not: what a writer sealed is published."""
 
 _VERBS = {
@@ -88,6 +90,7 @@ class Connection(asyncio.Protocol):
         self._boot_id = store.boot_id
         self._on_lost = on_lost
         self._latencies = latencies
+        self._rebuilds = RebuildCalls(store.rebuilds, holder.name)
         self._waiting: set[asyncio.Task[None]] = set()
         self._draining = False
         self._frames = framing.FrameReader()
@@ -107,8 +110,11 @@ class Connection(asyncio.Protocol):
             p.Abort: self._abort,
             p.Exists: self._exists,
             p.Drop: self._drop,
+            p.Forget: self._forget,
             p.Pin: self._pin,
             p.Prefetch: self._prefetch,
+            p.PrefetchSession: self._prefetch_session,
+            p.Supersede: self._supersede,
             p.Stat: self._stat,
             p.Stats: self._stats,
             p.Explain: self._explain,
@@ -116,6 +122,11 @@ class Connection(asyncio.Protocol):
             p.Holding: self._holding,
             p.Namespaces: self._namespaces,
             p.List: self._list,
+            p.ServeRebuilds: self._rebuilds.serve,
+            p.NextRebuild: self._next_rebuild,
+            p.RebuildProgress: self._rebuilds.progress,
+            p.RebuildEnded: self._rebuilds.ended,
+            p.StopRebuilds: self._rebuilds.stop,
         }
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -130,6 +141,7 @@ class Connection(asyncio.Protocol):
         if isinstance(exc, OSError):
             self._take_in_the_rest()
         self._transport = None
+        self._rebuilds.close()
         for task in self._waiting:  # what nobody waits for must not stand in others' way
             task.cancel()
         # What the last frames began has its first step before this.
@@ -166,6 +178,7 @@ class Connection(asyncio.Protocol):
     def drain(self) -> None:
         """Refuse what would begin something; what has begun may go on to its end."""
         self._draining = True
+        self._rebuilds.close()  # or runners would wait for jobs until they are asked to leave
 
     def finish(self) -> None:
         """Send the replies that are there, then close; requests in flight are undone."""
@@ -225,7 +238,7 @@ class Connection(asyncio.Protocol):
             self._note(request, started_s, BlobStoreError.code)
 
     def _note(self, request: p.Request, started_s: float, error: str = "") -> None:
-        if self._latencies is not None:
+        if self._latencies is not None and type(request) is not p.NextRebuild:
             self._latencies.note("local", _VERBS[type(request)], started_s, error)
 
     async def _noted(
@@ -263,6 +276,8 @@ class Connection(asyncio.Protocol):
             self._store.readers.release(self.holder, [reply.lease_id])
         elif isinstance(reply, p.Reserved):
             self._store.writers.abort(self.holder, reply.reservation_id)
+        elif isinstance(reply, p.Rebuild):
+            self._rebuilds.untold(reply)
 
     def _send(self, request_id: int, reply: p.Reply) -> None:
         if self._open and (request_id or isinstance(reply, p.Failed)):
@@ -279,17 +294,25 @@ class Connection(asyncio.Protocol):
         return p.Pong(m.payload)
 
     async def _declare(self, m: p.Declare) -> p.Reply:
-        return p.Declared(await self._store.declare(m.namespace))
+        terms = Terms.from_dict(m.terms) if m.terms else None
+        return p.Declared(await self._store.declare(m.namespace, terms))
 
     def _match(self, m: p.Match) -> Answer:
         hint = Hint.from_dict(m.hint) if m.hint else None
-        return p.Matched(*self._store.match(m.namespace_id, m.keys, m.key_bytes, hint=hint))
+        found = self._store.match(m.namespace_id, m.keys, m.key_bytes, hint=hint)
+        further = self._store.text_calls.rebuildable(m.namespace_id, m.keys, m.key_bytes, found[0])
+        return p.Matched(*found) if further is None else self._matched_later(found, further)
+
+    async def _matched_later(
+        self, found: tuple[int, int, float], further: Awaitable[tuple[int, float]]
+    ) -> p.Reply:
+        return p.Matched(*found, *(await further))
 
     def _get(self, m: p.Get) -> Answer:
         found = self._store.get(
             self.holder, m.namespace_id, m.keys, m.key_bytes,
             timeout_s=_bounded(m.timeout_s), stream=m.stream, wait_for_writers=m.wait_for_writers,
-            hint=Hint.from_dict(m.hint) if m.hint else None,
+            hint=Hint.from_dict(m.hint) if m.hint else None, job=m.job,
         )  # fmt: skip
         return _leased(found) if isinstance(found, Found) else self._leased_later(found)
 
@@ -338,6 +361,7 @@ class Connection(asyncio.Protocol):
             parent_key=m.parent, tail_tokens=m.tail_tokens, retention=Retention.parse(m.retention),
             timeout_s=_bounded(m.timeout_s), group=(m.group, m.epoch) if m.group else None,
             parts=tuple(m.parts), hint=Hint.from_dict(m.hint) if m.hint else None,
+            tokens=m.tokens, text=m.text, job=m.job,
         )  # fmt: skip
         self.reservation_ids.add(reservation.reservation_id)
         return _reserved(reservation, self._store.writers.ttl_s)
@@ -358,11 +382,17 @@ class Connection(asyncio.Protocol):
         self._store.writers.abort(self.holder, m.reservation_id, m.alive)
         return p.Done(1)
 
+    def _next_rebuild(self, m: p.NextRebuild) -> Answer:
+        return self._rebuilds.next(m.runner_id, _bounded(m.timeout_s))
+
     def _exists(self, m: p.Exists) -> Answer:
         return p.Held(self._store.exists(m.namespace_id, m.keys, m.key_bytes))
 
     def _drop(self, m: p.Drop) -> Answer:
         return p.Done(self._store.drop(m.namespace_id, m.keys, m.key_bytes, m.tier))
+
+    async def _forget(self, m: p.Forget) -> p.Reply:
+        return p.Done(await self._store.text_calls.forget(m.namespace_id, m.keys, m.key_bytes))
 
     def _pin(self, m: p.Pin) -> Answer:
         return p.Done(
@@ -371,6 +401,13 @@ class Connection(asyncio.Protocol):
 
     def _prefetch(self, m: p.Prefetch) -> Answer:
         return p.Done(self._store.prefetch(m.namespace_id, m.keys, m.key_bytes))
+
+    async def _prefetch_session(self, m: p.PrefetchSession) -> p.Reply:
+        return p.Done(await self._store.contexts.prefetch(m.session))
+
+    async def _supersede(self, m: p.Supersede) -> p.Reply:
+        state = self._store.state(m.namespace_id)
+        return p.Done(await self._store.contexts.supersede(state, m.old_leaf, m.new_leaf))
 
     def _stat(self, m: p.Stat) -> Answer:
         return p.Report({"blobs": self._store.stat(m.namespace_id, m.keys, m.key_bytes)})

@@ -43,6 +43,10 @@ class Counters:
     put_blobs: Counter[str] = field(default_factory=Counter)
     """Blobs sealed, by result."""
     put_bytes: int = 0
+    rebuilt_blobs: Counter[str] = field(default_factory=Counter)
+    """Blobs sealed by model runners that made them again, by result."""
+    diverged_blobs: Counter[str] = field(default_factory=Counter)
+    """Of those, the ones with other bytes than before, by what is agreed on for these."""
     loaded_blobs: int = 0
     loaded_bytes: int = 0
     saved_blobs: int = 0

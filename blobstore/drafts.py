@@ -11,12 +11,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from blobstore.fill import Fill
 from blobstore.hint import Hint
 from blobstore.holder import Holder
 from blobstore.index import NamespaceState, Record, Retention
 from blobstore.residency import Residency
+
+if TYPE_CHECKING:
+    from blobstore.text_entry import TextEntry
 
 GroupKey = tuple[bytes, bytes, str, int]
 """Namespace id, key, writer group, epoch."""
@@ -43,6 +47,8 @@ class Draft:
     """Every part is there, and it is being published."""
     answer: Answer | None = None
     """What became of it; later seals get nothing else."""
+    remade: TextEntry | None = None
+    """What is known of the blob that a runner makes again here; None for an ordinary put."""
 
 
 @dataclass(slots=True)
@@ -70,6 +76,12 @@ class Reservation:
     kept: list[Record] = field(default_factory=list)
     """Sealed blobs kept from vanishing while this writer compares or continues them."""
     expired: bool = False
+    job_id: int = 0
+    """The rebuild that it is for; 0: it is an ordinary put."""
+    tokens: bytes = b""
+    """Token ids of its blobs, one after the other, as u32 LE; empty if they were not told."""
+    text: str = ""
+    """The caller's, of the run that it writes."""
 
 
 class Drafts:
@@ -81,12 +93,15 @@ class Drafts:
         self.ttl_s = ttl_s
         self._of_groups: dict[GroupKey, Draft] = {}
 
-    def open(self, record: Record, group_key: GroupKey | None) -> Draft:
+    def open(
+        self, record: Record, group_key: GroupKey | None, remade: TextEntry | None = None
+    ) -> Draft:
         """A draft of `record`, which has an extent; none of its parts are sealed."""
         parts = record.ns.layout.parts(record.tokens)
         record.fill = Fill([part.offset + part.nbytes for part in parts])
         record.ns.drafts.setdefault(record.key, []).append(record)
         draft = Draft(record, set(range(len(parts))), group_key, self._clock() + self.ttl_s)
+        draft.remade = remade
         if group_key is not None:
             self._of_groups[group_key] = draft
         return draft

@@ -13,6 +13,7 @@ from itertools import islice
 from typing import Protocol
 
 from blobstore.index import Record
+from blobstore.run_search import only_needed
 from blobstore.tiering.dram import DramTier
 from blobstore.tiering.free_runs import FreeRuns
 from blobstore.tiering.policy import Policy
@@ -20,6 +21,10 @@ from blobstore.tiering.tier import Extent
 
 ASIDE_MAX = 256
 """Blobs that must be written before they may go, past which one search looks for others."""
+
+
+JOINED_MAX = 256
+"""Blobs that one search for a run of free room lets leave and come back: some milliseconds."""
 
 
 class Gate(Protocol):
@@ -140,12 +145,15 @@ class Eviction:
                 chosen.clear()
                 return
 
-    def victims_in_one_piece(self, nbytes: int, *, urgent: bool) -> list[Record]:
-        """Blobs that, with the free room between them, make one run of `nbytes`; else []."""
+    def victims_in_one_piece(self, nbytes: int, *, urgent: bool) -> list[Record] | None:
+        """Blobs that, with the free room between them, make one run of `nbytes`; else [].
+
+        None if there are more than may be looked at while others wait.
+        """
         runs = FreeRuns(self._dram.free_runs())
         chosen: list[Record] = []
         aside: list[Record] = []
-        needed: list[Record] = []
+        needed: list[Record] | None = []
         while (victim := self._next(aside, urgent)) is not None:
             chosen.append(victim)
             if not victim.nbytes:
@@ -154,9 +162,12 @@ class Eviction:
             room = Extent(0, victim.dram.offset, self._dram.padded(victim.nbytes))
             run = runs.add(room)
             if run.nbytes >= nbytes:
-                needed = _only_needed(chosen, run)
+                needed = only_needed(chosen, run)
                 break
-        unneeded = set(chosen).difference(needed)
+            if len(chosen) >= JOINED_MAX:
+                needed = None
+                break
+        unneeded = set(chosen).difference(needed or ())
         self._return([record for record in chosen if record in unneeded])
         self._offer_again(aside)
         return needed
@@ -188,14 +199,3 @@ class Eviction:
     def _offer_again(self, aside: list[Record]) -> None:
         for record in aside:
             self._offer(record)
-
-
-def _only_needed(chosen: list[Record], run: Extent) -> list[Record]:
-    """Those in `run`, and what continues them."""
-    needed: set[Record] = set()
-    for record in reversed(chosen):  # ancestors come before what continues them
-        assert record.dram is not None
-        inside = run.offset <= record.dram.offset < run.offset + run.nbytes
-        if (inside and record.nbytes) or record.parent in needed:
-            needed.add(record)
-    return [record for record in chosen if record in needed]

@@ -25,16 +25,6 @@ LOOKED_AT_MAX = 4096
 class Decides(Protocol):
     """What has the say about who leaves which tier."""
 
-    @property
-    def dram(self) -> Policy[Record]:
-        """The order in which blobs leave DRAM."""
-        ...
-
-    @property
-    def ssd(self) -> Policy[Record] | None:
-        """The order in which blobs leave SSD; None without that tier."""
-        ...
-
     def explain(self, item: Record, now_s: float) -> dict[str, object]:
         """What it makes of one blob."""
         ...
@@ -55,7 +45,7 @@ def explained(
     """All about one blob; {} if it is not known and nothing is remembered of it.
 
     Of a blob that is gone, whose `record` is None, only its story may be left. `leaving` is
-    what `leaving_next` says of `plan`, `session` what is known of the session that the blob
+    what `leaving_next` says, `session` what is known of the session that the blob
     belongs to, if any, and `standing` what the mover has decided (`Mover.standing`), if there
     is one; `pinned_s` for how long yet a client has pinned it, if one has.
     """
@@ -83,12 +73,14 @@ def explained(
     }
 
 
-def leaving_next(plan: Decides) -> dict[str, list[Record]]:
+def leaving_next(
+    dram: Policy[Record], ssd: Policy[Record] | None = None
+) -> dict[str, list[Record]]:
     """By tier, those that would leave it next: an order may have some that are kept now."""
     # What waits for a decision may go, and what does not is in no order if it is the only copy.
-    leaving = {"dram": _first(plan.dram, partial(kept_in_dram, waits=True))}
-    if plan.ssd is not None:
-        leaving["ssd"] = _first(plan.ssd, kept_on_ssd)
+    leaving = {"dram": _first(dram, partial(kept_in_dram, waits=True))}
+    if ssd is not None:
+        leaving["ssd"] = _first(ssd, kept_on_ssd)
     return leaving
 
 

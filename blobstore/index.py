@@ -132,6 +132,12 @@ class Record:
         return self.packed != b"" or self.ssd is not False
 
     @property
+    def cold(self) -> bool:
+        """Only a load can make it readable, and nobody reads what an earlier one left."""
+        no_bytes = self.packed == b"" and self.dram is None
+        return self.ssd is not False and no_bytes and self.fill is None
+
+    @property
     def has_row(self) -> bool:
         """The catalogue knows it, so that blobs which continue it may be there too."""
         return self.ssd is not False or self.stub
@@ -252,6 +258,8 @@ class Index:
         """Called when a blob goes whose row on SSD is a stub."""
         self.on_discarded: Callable[[Record], None] = lambda record: None
         """Called when a blob has gone: no tier holds it any more."""
+        self.on_added: Callable[[Record], None] = lambda record: None
+        """Called when a blob has become visible."""
 
     def declare(self, namespace: Namespace) -> NamespaceState:
         """The state of `namespace`, made if new."""
@@ -289,6 +297,7 @@ class Index:
         record.ns.order.add(record.key)
         if record.parent is not None:
             record.parent.adopt(record)
+        self.on_added(record)
 
     def discard(self, record: Record) -> Record | None:
         """Make `record`, which nothing continues, invisible; a hole left bare above goes too.

@@ -127,6 +127,11 @@ def chain(parent: bytes, token_ids: object, tokens_per_blob: int, *, tail: bool 
     return Keys(b"".join(keys), KEY_BYTES, covered % step // _ID_BYTES)
 
 
+def key_of(parent: bytes, ids: bytes) -> bytes:
+    """The key of one blob with these token ids (u32 LE) after `parent`, as `chain` makes it."""
+    return sha256(b"".join((_TAG, parent, ids))).digest()
+
+
 def packed_ids(token_ids: object) -> memoryview:
     """Token ids as u32 LE bytes: equal for equal ids, however they were held.
 

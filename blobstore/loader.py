@@ -21,6 +21,7 @@ from typing import Any
 from blobstore.counters import Counters
 from blobstore.digest import PIECE_BYTES, first_bad_piece, payload_digest
 from blobstore.errors import Corrupt
+from blobstore.estimates import FetchEstimate
 from blobstore.fill import Fill
 from blobstore.index import Record
 from blobstore.rate import Rate
@@ -37,6 +38,12 @@ STEP_BYTES = 8 * PIECE_BYTES
 
 STREAM_STEP_BYTES = 2 * PIECE_BYTES
 """Read and checked at a time; one step of a load that somebody follows layer by layer."""
+
+PACE_BURST_BYTES = STREAM_STEP_BYTES
+"""Read at once by paced loads, after a rest."""
+
+PACE_S_MIN = 0.001
+"""A paced load sleeps at least so long: rounding must not make it spin."""
 
 
 @dataclass(slots=True)
@@ -65,7 +72,9 @@ class Loader:
         save: Callable[[Record], None],
         clock: Callable[[], float],
         stories: Stories,
+        estimate: FetchEstimate,
         promote_rate: int,
+        fetch_rate: int = 0,
     ) -> None:
         self._ssd = ssd
         self._arena = arena
@@ -77,11 +86,14 @@ class Loader:
         self._on_corrupt = on_corrupt
         self._save = save
         self._clock = clock
+        self._estimate = estimate
         self._ahead = Budget.per_second(promote_rate or None)
+        self._pace = Budget(fetch_rate or None, PACE_BURST_BYTES)
         self._rate = Rate(clock)
         self._tasks: set[asyncio.Task[None]] = set()
-        self.bytes_per_s = 1e9
-        """Smoothed rate of recent loads, for estimates."""
+        self._left: dict[int, int] = {}
+        """Bytes still to be read, of each run of loads that was begun at once."""
+        self._next_run = 1
 
     def begin(self, records: Sequence[Record], *, stream: bool) -> int:
         """Start to load blobs that are on SSD alone; how many leading ones found room.
@@ -112,6 +124,10 @@ class Loader:
         self._start(taken, "prefetch", stream=False)
         return len(taken)
 
+    def estimate_s(self, nbytes: int) -> float:
+        """How long a load of so much would take if it began now."""
+        return self._estimate.seconds(nbytes, self._queued_bytes(nbytes))
+
     def stats(self) -> dict[str, Any]:
         """Gauges by name."""
         return {"promote_bytes_per_s": self._rate.per_s(), "loads": len(self._tasks)}
@@ -120,6 +136,10 @@ class Loader:
         """Wait for the loads in flight."""
         while self._tasks:
             await asyncio.wait(self._tasks)
+
+    def _queued_bytes(self, nbytes: int) -> int:
+        """What is read for others until `nbytes` more are: all share the disk alike."""
+        return sum(min(left, nbytes) for left in self._left.values())
 
     def _take(self, records: Sequence[Record], *, loading: bool) -> bool:
         # Bytes that were put aside, or of a load that failed, may still be under a lease.
@@ -157,25 +177,40 @@ class Loader:
 
     async def _run(self, loads: Sequence[_Load], stream: bool) -> None:
         started_s = self._clock()
+        nbytes = sum(load.record.nbytes for load in loads)
+        queued_bytes = self._queued_bytes(nbytes)
+        run, self._next_run = self._next_run, self._next_run + 1
+        self._left[run] = nbytes
         steps = list(_plan(loads, stream))
         for load, _, _ in steps:
             load.steps_left += 1
         queue = iter(steps)
-        await asyncio.gather(*(self._lane(queue) for _ in range(min(self._lanes, len(steps)))))
-        nbytes = sum(load.record.nbytes for load in loads)
-        elapsed_s = self._clock() - started_s
-        if elapsed_s > 0 and nbytes >= PIECE_BYTES:
-            self.bytes_per_s += 0.3 * (nbytes / elapsed_s - self.bytes_per_s)
+        lanes = range(min(self._lanes, len(steps)))
+        try:
+            await asyncio.gather(*(self._lane(run, queue) for _ in lanes))
+        finally:
+            del self._left[run]
+        if not any(load.failure for load in loads):
+            self._estimate.note(nbytes, queued_bytes, self._clock() - started_s)
 
-    async def _lane(self, queue: Iterator[tuple[_Load, int, int]]) -> None:
+    async def _lane(self, run: int, queue: Iterator[tuple[_Load, int, int]]) -> None:
         for load, start, end in queue:
+            await self._paced(load, end - start)
             if load.record.gone:
                 self._fail(load, "dropped")
             if not load.failure:
                 await self._step(load, start, end)
+            self._left[run] -= end - start
             load.steps_left -= 1
             if load.steps_left == 0:
                 self._end(load)
+
+    async def _paced(self, load: _Load, nbytes: int) -> None:
+        """Wait until so much may be read for a load, unless nobody wants it any more."""
+        while not load.record.gone:
+            if self._pace.take(nbytes, self._clock()):
+                return
+            await asyncio.sleep(max(self._pace.wait_s(nbytes, self._clock()), PACE_S_MIN))
 
     async def _step(self, load: _Load, start: int, end: int) -> None:
         loop = asyncio.get_running_loop()

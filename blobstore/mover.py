@@ -73,6 +73,14 @@ class _Chain:
         self.nbytes -= self.records.pop().nbytes
 
 
+@dataclass(frozen=True, slots=True)
+class _HeldUp:
+    """Worth a write that cannot be begun yet: of `nbytes` at most, with what it continues."""
+
+    verdict: Verdict
+    nbytes: int
+
+
 class Mover:
     """Decides about blobs in DRAM alone; implements Gate.
 
@@ -103,7 +111,7 @@ class Mover:
         self._coming_bytes_max = min(self._high_bytes, COMING_BYTES_MAX)
         self._budget = Budget.per_second(settings.demote_rate or None)
         self._rate = Rate(clock)
-        self._waiting: dict[Record, Verdict | None] = {}
+        self._waiting: dict[Record, _HeldUp | None] = {}
         """Not written and not refused; with what was decided, if the budget held it up."""
         self._waiting_bytes = 0
         self._refused: dict[Record, float] = {}
@@ -204,8 +212,10 @@ class Mover:
         for record in sorted(self._waiting, key=lambda record: -record.last_used):
             if self._clock() >= deadline_s:
                 break
+            if record not in self._waiting or self._residency.is_superseded(record):
+                continue
             chain = _Chain.of(record)
-            if record in self._waiting and chain.can_be_written and self._ask(chain).admit:
+            if chain.can_be_written and self._ask(chain).admit:
                 self._write(record, "close")
 
     async def run(self) -> None:
@@ -276,19 +286,32 @@ class Mover:
 
     def _decide(self, record: Record, *, urgent: bool) -> None:
         """Have a waiting blob written, or refuse it; or neither, while the budget is spent."""
+        if self._residency.is_superseded(record):
+            self._refuse(record, "superseded")
+            return
+        held_up = self._waiting[record]
+        if held_up is not None and not urgent and self._is_held_up(held_up.nbytes):
+            return
         chain = self._chain(record)
         if not chain.can_be_written:
             self._refuse(record, "parent")
             return
-        verdict = self._waiting[record] or self._ask(chain)
+        verdict = held_up.verdict if held_up is not None else self._ask(chain)
         if not verdict.admit:
             self._refuse(record, verdict.reason, verdict.detail)
             self._refused_end = chain
-        elif urgent or (self.coming_bytes < self._coming_bytes_max and self._spend(chain)):
+        elif urgent:
             self._demote(chain)
+        elif self._is_held_up(chain.nbytes):
+            self._waiting[record] = _HeldUp(verdict, chain.nbytes)
         else:
-            self._waiting[record] = verdict
-            self._held_s = self._budget.wait_s(chain.nbytes, self._clock())
+            self._spend(chain)
+            self._demote(chain)
+
+    def _is_held_up(self, nbytes: int) -> bool:
+        """Whether so much must wait: for the budget, or for what is on its way to SSD."""
+        self._held_s = self._budget.wait_s(nbytes, self._clock())
+        return self._held_s > 0 or self.coming_bytes >= self._coming_bytes_max
 
     def _demote(self, chain: _Chain) -> None:
         self._write(chain.records[-1], "worth")

@@ -72,9 +72,14 @@ class Pong(Reply, tag=2):
 
 
 class Declare(Request, tag=3):
-    """Declare a namespace, in its canonical encoding. Answered by Declared."""
+    """Declare a namespace, in its canonical encoding. Answered by Declared.
+
+    `terms` change how its blobs are remembered and brought back, by name (`Terms.as_dict`);
+    what is not named stays as it was told before.
+    """
 
     namespace: bytes
+    terms: dict[str, str] = {}
 
 
 class Declared(Reply, tag=3):
@@ -100,12 +105,15 @@ class Match(Keyed, tag=4):
 class Matched(Reply, tag=4):
     """`blobs` leading blobs are held, the first `warm` of them in DRAM.
 
-    `eta_s` estimates how long a get of all of them would take.
+    `eta_s` estimates how long a get of all of them would take. `rebuild_blobs` more could be
+    rebuilt from their text, in `rebuild_eta_s` (0: not known).
     """
 
     blobs: int
     warm: int
     eta_s: float
+    rebuild_blobs: int = 0
+    rebuild_eta_s: float = 0.0
 
 
 class Get(Keyed, tag=5):
@@ -113,13 +121,15 @@ class Get(Keyed, tag=5):
 
     Waits until all are readable in DRAM or `timeout_s` passed; with `stream`,
     answers once room for all is reserved, and Wait tells when bytes are there.
-    With `wait_for_writers`, blobs that a writer is filling count as held.
+    With `wait_for_writers`, blobs that a writer is filling count as held. For a runner at
+    work on a `job` nothing is rebuilt.
     """
 
     timeout_s: float
     stream: bool = False
     wait_for_writers: bool = False
     hint: Hints = {}
+    job: Count = 0
 
 
 class Leased(Reply, tag=5):
@@ -174,7 +184,10 @@ class Reserve(Keyed, tag=8):
     The first key continues `parent` (empty: it is a root). `tail_tokens` is the
     number of tokens of the last blob if it is partial, else 0. Waits up to
     `timeout_s` for room. A member of a writer group names it (`group`, `epoch`)
-    and the numbers of the `parts` that it writes; others leave `parts` empty.
+    and the numbers of the `parts` that it writes; others leave `parts` empty. `tokens` are
+    the ids of all blobs as u32 LE, so that these can be made again; `text`, up to 1 MiB, is
+    the caller's own word on this run. A runner at work on a rebuild names its `job`: then
+    there are extents for what is on SSD alone, too.
     """
 
     parent: bytes
@@ -185,6 +198,9 @@ class Reserve(Keyed, tag=8):
     epoch: Count = 0
     parts: list[Count] = []
     hint: Hints = {}
+    tokens: bytes = b""
+    text: str = ""
+    job: Count = 0
 
 
 class Reserved(Reply, tag=8):
@@ -326,6 +342,102 @@ class Explain(Keyed, tag=22):
     """Why each blob is where it is. Answered by Report with a list under "blobs"."""
 
 
+class Forget(Keyed, tag=23):
+    """As Drop, and erase the texts of the blobs and of all that is known to continue them.
+
+    Answered by Done, once nothing on disk can tell them: how many blobs had bytes or a text.
+    """
+
+
+class ServeRebuilds(Request, tag=24):
+    """A model runner is here: it makes blobs of these namespaces again, so many jobs at once.
+
+    Answered by Done with the runner's id, which is good for as long as this connection.
+    """
+
+    namespace_ids: list[bytes]
+    concurrency: Count
+
+
+class NextRebuild(Request, tag=25):
+    """Wait for a job of this runner's. Answered by Rebuild, or by Done after `timeout_s`."""
+
+    runner_id: Count
+    timeout_s: float
+
+
+class Rebuild(Reply, tag=25):
+    """Make these blobs: reserve each with `Reserve.job`, write and seal it, and say so.
+
+    `keys` (packed, root side first) stand for `tokens` (ids as u32 LE), the last one for
+    `tail_tokens` of them if that is not 0. Before them are `position` tokens, which
+    `context_keys` stand for; their ids are `context`, empty if some are not known. The
+    first `wanted` blobs are wanted. In `deadline_s` seconds nobody waits any longer, though
+    what is made is kept; in `limit_s` the job is given to another runner.
+    """
+
+    job_id: Count
+    namespace_id: bytes
+    keys: bytes
+    key_bytes: Count
+    tail_tokens: Count
+    tokens: bytes
+    position: Count
+    context_keys: bytes
+    context: bytes
+    text: str
+    wanted: Count
+    deadline_s: float
+    limit_s: float
+    priority: int
+
+
+class RebuildProgress(Request, tag=26):
+    """`n_sealed` leading blobs of a job are sealed. Answered by Done: how many are wanted.
+
+    0 of a job that was given up, or to another. Sent at least every second, so that a
+    runner that stands still is told from one that computes.
+    """
+
+    job_id: Count
+    n_sealed: Count
+
+
+class RebuildEnded(Request, tag=27):
+    """A job is done, or could not be done for a `reason`. Answered by Done.
+
+    It took `seconds` to compute the `n_sealed` leading blobs.
+    """
+
+    job_id: Count
+    reason: str
+    n_sealed: Count
+    seconds: float
+
+
+class StopRebuilds(Request, tag=28):
+    """The runner takes no more jobs; those that it has not ended are given to others."""
+
+    runner_id: Count
+
+
+class Supersede(Request, tag=29):
+    """The context that ends at `old_leaf` goes on as the one that ends at `new_leaf`.
+
+    Blobs that only the old one has leave first, unless they are used. Answered by Done.
+    """
+
+    namespace_id: bytes
+    old_leaf: bytes
+    new_leaf: bytes
+
+
+class PrefetchSession(Request, tag=30):
+    """As Prefetch, of the context of a session that hints have named."""
+
+    session: str
+
+
 class Report(Reply, tag=17):
     """A tree of plain values."""
 
@@ -343,11 +455,13 @@ class Failed(Reply, tag=99):
 AnyRequest = (
     Hello | Ping | Declare | Match | Get | Wait | Release | Reserve | SealParts | Seal | Abort
     | Exists | Drop | Pin | Prefetch | Stat | Stats | Verify | Holding
-    | Namespaces | List | Explain
+    | Namespaces | List | Explain | Forget
+    | ServeRebuilds | NextRebuild | RebuildProgress | RebuildEnded | StopRebuilds
+    | Supersede | PrefetchSession
 )  # fmt: skip
 AnyReply = (
     Welcome | Pong | Declared | Matched | Leased | Waited | Done | Reserved | Sealed | Held
-    | Report | Failed
+    | Rebuild | Report | Failed
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import Any
 
 from blobstore.chains import Chains
@@ -23,11 +23,15 @@ from blobstore.hint import Hint
 from blobstore.holder import Holder, Lease
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.loader import Loader
+from blobstore.recall import Recall, Recalled
 from blobstore.residency import Residency
 from blobstore.uses import Uses
 
 CHAINS_OF_A_GET_MAX = 64
 """Of which a use is noted, where keys were put as roots of their own."""
+
+RECALLS_MAX = 2
+"""Of one get: what proves damaged when it is loaded is rebuilt in a second attempt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +42,29 @@ class Found:
     extents: bytes
     reason: str
     served: dict[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A get that cannot be answered at once."""
+
+    holder: Holder
+    ns: NamespaceState
+    keys: bytes
+    key_bytes: int
+    deadline_s: float
+    stream: bool
+    follow: bool
+    """Blobs that are being written count as held."""
+    hint: Hint | None
+    job: int
+    """The rebuild that a runner reads for: that is no use, and no hit."""
+
+    def chain(self) -> list[bytes]:
+        """The keys one by one."""
+        return [
+            self.keys[at : at + self.key_bytes] for at in range(0, len(self.keys), self.key_bytes)
+        ]
 
 
 class Readers:
@@ -52,6 +79,7 @@ class Readers:
         uses: Uses,
         clock: Callable[[], float],
         leases_per_holder_max: int,
+        recall: Recall,
     ) -> None:
         self._index = index
         self._residency = residency
@@ -60,6 +88,7 @@ class Readers:
         self._uses = uses
         self._clock = clock
         self._leases_per_holder_max = leases_per_holder_max
+        self._recall = recall
         self._chains = Chains(lambda: residency.departures)
         self._next_id = 1
         self.count = 0
@@ -75,33 +104,29 @@ class Readers:
         stream: bool = False,
         wait_for_writers: bool = False,
         hint: Hint | None = None,
+        job: int = 0,
     ) -> Found | Awaitable[Found]:
         """Lease the leading blobs: at once if all are in DRAM, else once they are or time is up.
 
-        With `stream` the answer comes when room is reserved; follow it by `wait`.
+        With `stream` the answer comes when room is reserved; follow it by `wait`. For the
+        runner that works on a `job` nothing is rebuilt.
         """
         if len(holder.leases) >= self._leases_per_holder_max:
             raise Busy(f"this client holds {len(holder.leases)} leases, the most it may")
-        self._counters.gets += 1
+        self._counters.gets += not job
         leaf = ns.blobs.get(keys[-key_bytes:])
         if leaf is not None and leaf.packed:
-            extents = self._chains.extents(leaf, keys, len(keys) // key_bytes)
+            n = len(keys) // key_bytes
+            extents = self._chains.extents(leaf, keys, n)
             if extents is not None:
-                n = len(keys) // key_bytes
-                before = n - 1  # only the last of a chain may be partial
-                self._count_hits(
-                    "dram",
-                    n,
-                    before * ns.full_bytes + leaf.nbytes,
-                    before * ns.namespace.tokens_per_blob + leaf.tokens,
-                )
-                self._uses.got(leaf, n, n, hint)
+                if not job:
+                    self._note_warm(leaf, n, hint)
                 lease_id = self._lease(holder, [leaf], [])
                 self._residency.pin(leaf)
                 return Found(lease_id, extents, "", {"dram": n})
-        return self._get_slowly(
-            holder, ns, keys, key_bytes, self._clock() + timeout_s, stream, wait_for_writers, hint
-        )
+        deadline_s = self._clock() + timeout_s
+        asked = _Asked(holder, ns, keys, key_bytes, deadline_s, stream, wait_for_writers, hint, job)
+        return self._get_slowly(asked)
 
     async def wait(
         self, holder: Holder, lease_id: int, index: int, start: int, end: int, timeout_s: float
@@ -149,42 +174,77 @@ class Readers:
             self._residency.unpin(record)
         return started
 
-    async def _get_slowly(
-        self,
-        holder: Holder,
-        ns: NamespaceState,
-        keys: bytes,
-        key_bytes: int,
-        deadline_s: float,
-        stream: bool,
-        wait_for_writers: bool,
-        hint: Hint | None,
-    ) -> Found:
-        n_asked = len(keys) // key_bytes
-        items = self._items(ns, keys, key_bytes, wait_for_writers=wait_for_writers)
-        origins = [_origin(record) for record in items]
+    async def _get_slowly(self, asked: _Asked) -> Found:
+        """Once what a runner should make has come back, and what is on SSD, or will not."""
+        recalled: list[Recalled] = []
+        try:
+            while not asked.job and self._recall.possible(asked.ns):
+                recalled.append(
+                    await self._recall.bring(
+                        asked.ns, asked.chain(), asked.deadline_s, follow=asked.follow
+                    )
+                )
+                found = await self._give(asked, recalled, again=len(recalled) < RECALLS_MAX)
+                if found is not None:
+                    return found
+                recalled[-1].wanted.release()  # what was damaged is mended only if nobody holds it
+            found = await self._give(asked, recalled, again=False)
+            assert found is not None
+            return found
+        finally:
+            for each in recalled:
+                each.wanted.release()
+
+    async def _give(
+        self, asked: _Asked, recalled: Sequence[Recalled], *, again: bool
+    ) -> Found | None:
+        """A lease on what is or becomes readable of what is held now.
+
+        None, if `again` is allowed and a copy on SSD turned out bad: it may be rebuilt.
+        """
+        ns, n_asked = asked.ns, len(asked.keys) // asked.key_bytes
+        items = self._items(ns, asked.keys, asked.key_bytes, wait_for_writers=asked.follow)
+        reason = (recalled[-1].why if recalled else "") or "absent"
+        if self._recall.never_loads(ns) and any(map(_is_cold, items)):
+            items, reason = list(takewhile(lambda record: not record.cold, items)), "not_loaded"
+        origins = [_came_from(record, recalled) or _origin(record) for record in items]
         used_s = [_last_use(record) for record in items]  # loads touch them
         n_held = len(items)
-        reason = "" if n_held == n_asked else "absent"
+        reason = "" if n_held == n_asked else reason
         for record in items:  # nothing of the chain may be evicted while it is put together
             self._residency.pin(record)
         try:
-            await self._begin_loads(items, stream, deadline_s)
-            n, why = await self._readable(items, stream, wait_for_writers, deadline_s)
+            await self._begin_loads(items, asked.stream, asked.deadline_s)
+            n, why = await self._readable(items, asked.stream, asked.follow, asked.deadline_s)
             if n < n_held:
                 reason = why or "no_room"
+            if reason == "corrupt" and again:
+                return None
             leading, origins = items[:n], origins[:n]
-            self._count(leading, origins, n_asked - n, reason)
-            self._note_use(leading, used_s, n_asked, hint)
+            if not asked.job:
+                self._count(leading, origins, n_asked - n, reason)
+                last = asked.keys[-asked.key_bytes :] if n < n_asked else b""
+                self._note_use(leading, used_s, n_asked, asked.hint, last)
             unsealed = any(not record.packed for record in leading)
             pins = list(leading) if unsealed else _pins(leading)
             for record in pins:
                 self._residency.pin(record)
-            lease_id = self._lease(holder, pins, leading if unsealed else []) if n else 0
+            lease_id = self._lease(asked.holder, pins, leading if unsealed else []) if n else 0
             return Found(lease_id, _extents(leading), reason, dict(Counter(origins)))
         finally:
             for record in items:
                 self._residency.unpin(record)
+
+    def _note_warm(self, leaf: Record, n: int, hint: Hint | None) -> None:
+        """Count a chain of `n` blobs that is in DRAM, and note its use."""
+        ns, before = leaf.ns, n - 1  # only the last of a chain may be partial
+        self._count_hits(
+            "dram",
+            n,
+            before * ns.full_bytes + leaf.nbytes,
+            before * ns.namespace.tokens_per_blob + leaf.tokens,
+        )
+        self._uses.got(leaf, n, n, hint)
 
     def _note_use(
         self,
@@ -192,6 +252,7 @@ class Readers:
         used_s: Sequence[float | None],
         n_asked: int,
         hint: Hint | None,
+        asked: bytes,
     ) -> None:
         """Note a use of each chain that `leading` is made of: mostly one."""
         ends = _pins(leading)[-CHAINS_OF_A_GET_MAX:]
@@ -199,7 +260,7 @@ class Readers:
         for end in ends[:-1]:
             self._uses.got(end, end.depth, end.depth, hint, before[end])
         if ends:
-            self._uses.got(ends[-1], len(leading), n_asked, hint, before[ends[-1]])
+            self._uses.got(ends[-1], len(leading), n_asked, hint, before[ends[-1]], asked)
 
     def _items(
         self, ns: NamespaceState, keys: bytes, key_bytes: int, *, wait_for_writers: bool
@@ -344,15 +405,19 @@ def _origin(record: Record) -> str:
     return "ssd" if record.ssd is not False else "writer"
 
 
+def _came_from(record: Record, recalled: Sequence[Recalled]) -> str:
+    """Where it was before it was brought back for this get; "" if it was not."""
+    tiers = (each.wanted.origin(record.key) for each in reversed(recalled))
+    return next(filter(None, tiers), "")
+
+
 def _last_use(record: Record) -> float | None:
     """None of what is being written: its use is to be put."""
     return None if _origin(record) == "writer" else record.last_used
 
 
 def _is_cold(record: Record) -> bool:
-    """Only a load can make it readable, and nobody reads what an earlier one left."""
-    no_bytes = record.packed == b"" and record.dram is None
-    return record.ssd is not False and no_bytes and record.fill is None
+    return record.cold
 
 
 def _why_not(record: Record) -> str:

@@ -15,6 +15,7 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "worth": "it was about to leave DRAM, and worth its room on SSD",
         "repair": "its copy on SSD was damaged",
         "retry": "the disk had refused it before",
+        "diverged": "a model runner made it anew, with other bytes than those on SSD",
         "close": "the daemon was stopping",
         "asked": "a client asked for it to leave DRAM",
     },
@@ -22,19 +23,25 @@ MOVED: Mapping[str, Mapping[str, str]] = {
         "get": "a reader asked for it",
         "prefetch": "a client said that it would ask for it",
     },
+    "none>dram": {
+        "rebuilt": "a model runner made it again from its text",
+    },
     "dram>none": {
         "kept_on_ssd": "room was needed, and SSD keeps a copy",
         "refused": "room was needed, and SSD did not keep it",
         "no_ssd": "room was needed, and there is no SSD tier",
         "volatile": "room was needed, and volatile blobs never go to SSD",
         "unsaved": "room was needed, and the disk had failed to take it",
+        "superseded": "room was needed, and its context goes on as another one",
         "asked": "a client had it dropped",
         "corrupt": "the copy failed its digest",
     },
     "ssd>none": {
         "room": "room was needed on SSD, and it was worth least there",
+        "superseded": "room was needed on SSD, and its context goes on as another one",
         "asked": "a client had it dropped",
         "corrupt": "the copy failed its digest",
+        "diverged": "a model runner made it anew, with other bytes",
     },
 }  # fmt: skip
 """By crossing; "none" is where a copy goes that is given up, whatever other copies there are."""
@@ -48,6 +55,7 @@ REFUSED: Mapping[str, Mapping[str, str]] = {
         "too_large": "it is larger than the tier",
         "full": "nothing on SSD might leave for it",
         "failing": "the disk was refusing writes",
+        "superseded": "its context goes on as another one",
     },
     "dram": {
         "budget": "the budget for loading ahead was spent",
@@ -60,6 +68,8 @@ _CROSSINGS = {
     "put": "was put into DRAM",
     "dram>ssd": "was written to SSD",
     "ssd>dram": "was loaded into DRAM",
+    "none>dram": "came back into DRAM",
+    "diverged": "was made with other bytes than before",
     "dram>none": "left DRAM",
     "ssd>none": "left SSD",
     "refused ssd": "was not let onto SSD",

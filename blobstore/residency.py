@@ -16,6 +16,7 @@ from blobstore.counters import Counters
 from blobstore.errors import Full
 from blobstore.eviction import Eviction, Gate
 from blobstore.index import Index, Record, Retention
+from blobstore.run_search import RunSearch
 from blobstore.stories import Stories
 from blobstore.tiering.dram import DramTier
 from blobstore.tiering.policy import Policy
@@ -57,6 +58,10 @@ class Residency:
         )
         self._turns = Turns(clock, WAITERS_MAX)
         self._load_turns = Turns(clock, WAITERS_MAX)
+        self._search = RunSearch(
+            dram.free_runs, self.coldest, lambda record: self.gate.waits(record), dram.padded,
+            self._expel_together, self.notify, clock,
+        )  # fmt: skip
         self._wipes: set[asyncio.Future[None]] = set()
         self.wiping_bytes = 0
         """Freed, and being zeroed before anyone else gets them."""
@@ -73,6 +78,8 @@ class Residency:
         """Called when a record's bytes in DRAM have ceased to be readable."""
         self.on_used: Callable[[Record], None] = lambda record: None
         """Called whenever a record's time of last use has changed."""
+        self.is_superseded: Callable[[Record], bool] = lambda record: False
+        """Whether the blob's context was replaced by another, so that it is not worth keeping."""
 
     @property
     def gate(self) -> Gate:
@@ -109,8 +116,8 @@ class Residency:
 
     @property
     def expects_room(self) -> bool:
-        """Bytes are being wiped, or are on their way to SSD, and may leave then."""
-        return self.wiping_bytes > 0 or self.dirty_bytes() > 0
+        """Bytes are being wiped, are on their way to SSD, and may leave then, or looked for."""
+        return self.wiping_bytes > 0 or self.dirty_bytes() > 0 or self._search.active
 
     def could_hold(self, records: Sequence[Record]) -> bool:
         """Whether all fit at once, if nobody else held any room."""
@@ -203,6 +210,7 @@ class Residency:
                 self._untake(taken)
                 return False
             record.dram = extent
+            self._search.taken(extent.offset)
             taken.append(record)
         self.gate.pressed(short=False)
         return True
@@ -255,6 +263,11 @@ class Residency:
             await self.wiped()
         return True
 
+    async def close(self) -> None:
+        """Look for room no longer, and wait for the wipes in flight."""
+        await self._search.close()
+        await self.wiped()
+
     async def wiped(self) -> None:
         """Wait for the wipes in flight."""
         if self._wipes:
@@ -296,7 +309,7 @@ class Residency:
         to.dram, record.dram = record.dram, None
         self.show(to)
 
-    def demote(self, record: Record) -> bool:
+    def demote(self, record: Record, why: str = "asked") -> bool:
         """Free the DRAM bytes of a blob that is on SSD too, if nothing holds them.
 
         One that is not is written, so that they may be freed later.
@@ -307,7 +320,7 @@ class Residency:
         if not self._evictable(record):
             return False
         self._leave_tree(record)
-        self._expel([record], "asked")
+        self._expel([record], why)
         return True
 
     def coldest(self) -> Iterator[Record]:
@@ -413,11 +426,26 @@ class Residency:
             if above is not None:
                 self.settle(above)
 
+    def _expel_together(self, records: Sequence[Record]) -> bool:
+        """Let all of them go, what continues others before them; whether all may."""
+        left: list[Record] = []
+        for record in records:
+            if not self._evictable(record) or self.gate.waits(record):
+                for each in reversed(left):
+                    self._rejoin_tree(each)
+                return False
+            self._leave_tree(record)
+            left.append(record)
+        self._expel(left)
+        return True
+
     def _why_expelled(self, record: Record) -> str:
         if record.ssd is not False:
             return "kept_on_ssd"
         if record.retention is Retention.VOLATILE:
             return "volatile"
+        if self.is_superseded(record):
+            return "superseded"
         return "unsaved" if record.unsaved else self.gate.why_lost(record)
 
     def _untake(self, records: Sequence[Record]) -> None:
@@ -435,6 +463,8 @@ class Residency:
         # Enough in total, but not in one piece.
         padded = self._dram.padded(nbytes)
         victims = self._eviction.victims_in_one_piece(padded, urgent=loading)
+        if victims is None:
+            self._search.begin(padded)
         if not victims:
             return None
         self._expel(victims)

@@ -11,16 +11,22 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from blobstore.counters import Counters
 from blobstore.digest import payload_digest, piece_digests
+from blobstore.divergence import Divergences
 from blobstore.drafts import Answer, Draft, Drafts
 from blobstore.fill import Fill
 from blobstore.index import Index, Record, Retention
 from blobstore.residency import Residency
 from blobstore.stories import Stories
 from blobstore.writeback import Writeback
+
+if TYPE_CHECKING:
+    from blobstore.text_entry import TextEntry
 
 INLINE_DIGEST_BYTES = 256 << 10
 """Below this a digest takes less time than handing it to a thread (xxh3: 20 GB/s)."""
@@ -43,6 +49,8 @@ class Sealing:
         lanes: int,
         clock: Callable[[], float],
         stories: Stories,
+        counters: Counters,
+        divergences: Divergences,
     ) -> None:
         self._index = index
         self._residency = residency
@@ -53,7 +61,13 @@ class Sealing:
         self._lanes = lanes
         self._clock = clock
         self._stories = stories
+        self._counters = counters
+        self._divergences = divergences
         self._tasks: set[asyncio.Task[None]] = set()
+        self.on_shown: Callable[[Record, bool], None] = lambda record, rebuilt: None
+        """Called whenever a blob has become readable, and whether a runner made it again."""
+        self.on_diverged: Callable[[Record, TextEntry], None] = lambda record, was: None
+        """Called when a rebuilt blob was taken though its bytes are not those of before."""
 
     async def seal(self, drafts: Sequence[Draft]) -> None:
         """Publish complete drafts, root side first; each has its answer when this returns.
@@ -168,13 +182,20 @@ class Sealing:
         """Make `record` visible under its key, unless another writer was first."""
         own, shown = draft.record, None
         record.retention = self._kept_as(record.retention)
-        existing = own.ns.blobs.get(own.key)
-        if existing is None:
+        existing, remade = own.ns.blobs.get(own.key), draft.remade
+        again = remade is not None and existing is not None and existing.cold
+        if existing is not None and not (existing.hole or again):
+            answer = self.compare(existing, record.digest, record.retention)
+        elif remade is not None and not self._divergences.may_keep(
+            record, _before(existing, remade)
+        ):
+            answer = ("refused", "divergent")
+        elif existing is None:
             answer, shown = self._add(record)
         elif existing.hole:
             answer, shown = self._mend(record, existing)
         else:
-            answer = self.compare(existing, record.digest, record.retention)
+            answer, shown = self._bring_back(record, existing)
         assert own.fill is not None
         if record is own and answer[0] in ("stored", "exists"):
             own.fill.finish()  # readers who follow it have every byte of what is published
@@ -183,7 +204,7 @@ class Sealing:
         else:
             self._drafts.kill(draft, answer)
         if shown is not None:
-            self._after_publish(shown)
+            self._after_publish(shown, remade)
 
     def _kept_as(self, retention: Retention) -> Retention:
         """Without a disk nothing is durable."""
@@ -213,8 +234,29 @@ class Sealing:
         self._residency.hand_over(record, hole)
         return ("stored", ""), hole
 
-    def _after_publish(self, record: Record) -> None:
-        self._stories.note(record, "put")
+    def _bring_back(self, record: Record, cold: Record) -> tuple[Answer, Record | None]:
+        """What is on SSD alone gets its bytes in DRAM from a runner; others replace it there."""
+        if record.pins or record.nbytes != cold.nbytes:  # its extent must change hands
+            return ("refused", "busy"), None
+        assert self._writeback is not None  # it is on SSD
+        if record.digest == cold.digest:
+            self._residency.hand_over(record, cold)
+        else:
+            self._writeback.hollow(cold, "diverged")
+            cold.digest, cold.pieces = record.digest, record.pieces
+            self._residency.hand_over(record, cold)
+            self._writeback.write(cold, "diverged")
+        return ("stored", ""), cold
+
+    def _after_publish(self, record: Record, remade: TextEntry | None) -> None:
+        if remade is None:
+            self._stories.note(record, "put")
+        else:
+            self._counters.moved("none>dram", "rebuilt", record)
+            self._stories.note(record, "none>dram", "rebuilt")
+            if record.digest != remade.digest:
+                self.on_diverged(record, remade)
+        self.on_shown(record, remade is not None)
         self._residency.settle(record)
         if record.parent is not None:
             self._residency.settle(record.parent)
@@ -227,6 +269,11 @@ class Sealing:
 
     def _array(self, record: Record) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return np.frombuffer(self._view(record), np.uint8)
+
+
+def _before(existing: Record | None, remade: TextEntry) -> bytes:
+    """The digest of the bytes that a rebuilt blob stands for."""
+    return existing.digest if existing is not None and existing.held else remade.digest
 
 
 def _writing(record: Record) -> list[Fill]:

@@ -49,6 +49,8 @@ class Session(msgspec.Struct, frozen=True, array_like=True, gc=False):
     gap_s: float
     """Smoothed time between its uses; below 0 as long as there was one only."""
     turn: int
+    held: bytes = b""
+    """Key of the last blob of its context that was on SSD at the last use, or is left of it."""
 
 
 class Sessions:
@@ -89,16 +91,35 @@ class Sessions:
                 del self._of_leaf[before.leaf]
         if turn is not None and (before is None or turn > before.turn):
             number = turn
-        lasting = _lasting(chain)
-        found = Session(
-            leaf.ns.id, lasting.key if lasting else b"", identity(leaf), now_s, gap_s, number
+        self._known[name] = found = Session(
+            leaf.ns.id, _lasting_key(leaf), identity(leaf), now_s, gap_s, number, _saved_key(leaf)
         )
-        self._known[name] = found
         self._of_leaf[found.leaf] = name
         if len(self._known) > self._most:
             self._forget_oldest()
         self._changed = True
         return number
+
+    def find(self, name: str) -> Session | None:
+        """The session called `name`, if it is known. Not counted as a use."""
+        return self._known.get(name)
+
+    def ends_at(self, record: Record) -> bool:
+        """Whether the context of a session ends with this blob."""
+        return identity(record) in self._of_leaf
+
+    def moved(self, old: Record, new: Record) -> None:
+        """The context that ended at `old` goes on as the one that ends at `new`."""
+        name = self._of_leaf.pop(identity(old), None)
+        if name is not None:
+            self._end_at(name, new, key=_lasting_key(new), held=_saved_key(new))
+
+    def lost(self, record: Record) -> None:
+        """The blob is in no tier any more: contexts that ended there end before it."""
+        name = self._of_leaf.pop(identity(record), None)
+        above = record.parent
+        if name is not None and above is not None and not above.gone:
+            self._end_at(name, above, held=_lasting_key(above))
 
     def facts(self, name: str, now_s: float) -> dict[str, object]:
         """What is known of a session, for people; {} if nothing is."""
@@ -161,6 +182,12 @@ class Sessions:
         self._changed = False
         return partial(_save, list(self._known.items()), directory, wall_offset_s)
 
+    def _end_at(self, name: str, leaf: Record, **changes: bytes) -> None:
+        known = self._known[name]
+        self._known[name] = msgspec.structs.replace(known, leaf=identity(leaf), **changes)
+        self._of_leaf.setdefault(identity(leaf), name)
+        self._changed = True
+
     def _forget_oldest(self) -> None:
         name, oldest = self._known.popitem(last=False)
         if self._of_leaf.get(oldest.leaf) == name:
@@ -202,9 +229,21 @@ def _decode(body: bytes) -> _Saved:
     return found
 
 
-def _lasting(chain: Sequence[Record]) -> Record | None:
-    """The last of `chain` that may be told of on disk."""
-    return next((r for r in reversed(chain) if r.retention is not Retention.VOLATILE), None)
+def _lasting_key(leaf: Record) -> bytes:
+    """Of the last blob of a context that may be told of on disk; b"" if there is none."""
+    return _key_of(leaf, lambda record: record.retention is not Retention.VOLATILE)
+
+
+def _saved_key(leaf: Record) -> bytes:
+    """Of the last blob of a context that is on SSD; b"" if none is."""
+    return _key_of(leaf, lambda record: record.has_row)
+
+
+def _key_of(leaf: Record, suits: Callable[[Record], bool]) -> bytes:
+    node: Record | None = leaf
+    while node is not None and not suits(node):
+        node = node.parent
+    return node.key if node is not None else b""
 
 
 def _continuing(record: Record) -> Iterator[Record]:

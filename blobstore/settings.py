@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal
 
 from blobstore.errors import InvalidRequest
-from blobstore.units import MIB, format_size
+from blobstore.terms import Terms
+from blobstore.units import GIB, MIB, format_size
 
 HUGE_PAGES = ("off", "auto", "require")
 
@@ -28,6 +29,13 @@ _POSITIVE = (
     "max_clients",
 )
 _NOT_NEGATIVE = ("staging_bytes", "ssd_bytes", "lent_bytes_max", "scratch_bytes")
+_TIERING_NOT_NEGATIVE = (
+    "ssd_writes_per_day",
+    "demote_rate",
+    "promote_rate",
+    "fetch_rate",
+    "supersede_grace_s",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +61,11 @@ class TieringSettings:
     demote_rate: int = 0
     """Bytes per second on their way from DRAM to SSD."""
     promote_rate: int = 0
-    """Bytes per second that are loaded ahead of their use; loads for a get have no limit."""
+    """Bytes per second that are loaded ahead of their use."""
+    fetch_rate: int = 0
+    """Bytes per second that are read from SSD, whatever for: of a disk shared with others."""
+    supersede_grace_s: float = 60.0
+    """For so long blobs of a context that was replaced are kept like all others."""
 
     def __post_init__(self) -> None:
         for name, known in (("policy", POLICIES), ("objective", OBJECTIVES)):
@@ -61,7 +73,7 @@ class TieringSettings:
                 raise InvalidRequest(
                     f"{name} must be one of {', '.join(known)}, found {getattr(self, name)!r}"
                 )
-        for name in ("ssd_writes_per_day", "demote_rate", "promote_rate"):
+        for name in _TIERING_NOT_NEGATIVE:
             if getattr(self, name) < 0:
                 raise InvalidRequest(f"{name} must be at least 0, found {getattr(self, name)}")
         if not 0 < self.dram_low < self.dram_high < 1:
@@ -71,6 +83,36 @@ class TieringSettings:
             )
         if not 0 <= self.ssd_spare < 1:
             raise InvalidRequest(f"ssd_spare must be from 0 to below 1, found {self.ssd_spare}")
+
+
+@dataclass(frozen=True, slots=True)
+class RebuildSettings:
+    """What is kept of tokens, and how blobs come back from them.
+
+    The first three hold for namespaces of which nothing else was told (terms.py). Raises
+    InvalidRequest for values that are out of bounds.
+    """
+
+    text: str = "tokens"
+    recall: str = "fastest"
+    divergence: str = "accept"
+    text_quota: int = GIB
+    """Bytes of all texts: the oldest go for new ones."""
+    text_retention_days: float = 90.0
+    """A text that was not noted again for so long goes."""
+    jobs_max: int = 1000
+    """Rebuilds that wait or run."""
+
+    def __post_init__(self) -> None:
+        Terms(self.text, self.recall, self.divergence)
+        for name in ("text_quota", "text_retention_days", "jobs_max"):
+            if getattr(self, name) <= 0:
+                raise InvalidRequest(f"{name} must be above 0, found {getattr(self, name)}")
+
+    @property
+    def terms(self) -> Terms:
+        """Of all namespaces of which nothing else was told."""
+        return Terms(self.text, self.recall, self.divergence)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +146,8 @@ class StoreSettings:
     """Memory that may be taken for a moment while the arena is allocated."""
     tiering: TieringSettings = field(default_factory=TieringSettings)
     """Where blobs are kept, and how fast they may move."""
+    rebuild: RebuildSettings = field(default_factory=RebuildSettings)
+    """What is kept of tokens, and how blobs come back from them."""
 
     def __post_init__(self) -> None:
         for name in _POSITIVE:

@@ -12,7 +12,7 @@ from blobstore import host
 from blobstore.config import Config
 from blobstore.config_values import AUTO
 from blobstore.errors import NotEnough
-from blobstore.settings import StoreSettings, TieringSettings
+from blobstore.settings import RebuildSettings, StoreSettings, TieringSettings
 from blobstore.units import GIB, MIB, format_size
 
 DRAM_SHARE = 0.6
@@ -53,6 +53,7 @@ def settings_for(config: Config) -> StoreSettings:
             max(memory.room_bytes - dram, 0) // 2, SCRATCH_SHARE_MAX * dram, SCRATCH_BYTES_MAX
         ),
         tiering=TieringSettings(**asdict(config.tiering)),
+        rebuild=RebuildSettings(**asdict(config.rebuild)),
     )
 
 

@@ -69,10 +69,10 @@ class SsdRoom:
             self._leave(record, why)
             self._committer.remove(record)
 
-    def hollow(self, record: Record) -> None:
+    def hollow(self, record: Record, why: str) -> None:
         """Give up the copy on SSD, if there is one, but not the row. The caller settles."""
         if record.ssd is not False:
-            self._leave(record, "corrupt")
+            self._leave(record, why)
             self._committer.hollow(record)
 
     async def take(self, nbytes: int) -> Extent:
@@ -102,17 +102,18 @@ class SsdRoom:
         turn: Iterable[Record] = self._policy.victims()
         while True:
             bared: list[Record] = []
-            for victim in turn:
-                if not _may_leave(victim):
-                    continue
-                chosen.append(victim)
-                if isinstance(victim.ssd, Extent):
-                    nbytes -= blocks_of(victim.ssd.nbytes)
-                if nbytes <= 0:
-                    return chosen
-                above = _bared_by(victim, left)
-                if above is not None:
-                    bared.append(above)
+            for leaf in turn:
+                victim: Record | None = leaf
+                while victim is not None and _may_leave(victim):
+                    chosen.append(victim)
+                    if isinstance(victim.ssd, Extent):
+                        nbytes -= blocks_of(victim.ssd.nbytes)
+                    if nbytes <= 0:
+                        return chosen
+                    victim = self._bared_by(victim, left)
+                    if victim is not None and not self._residency.is_superseded(victim):
+                        bared.append(victim)
+                        break
             if not bared:
                 return []
             turn = sorted(bared, key=lambda record: record.last_used)
@@ -127,9 +128,32 @@ class SsdRoom:
         self._counters.moved("ssd>none", why, record)
         self._stories.note(record, "ssd>none", why)
 
+    def _bared_by(self, victim: Record, left: dict[Record, int]) -> Record | None:
+        """The blob that nothing continues any more once `victim` has left; holes go along.
+
+        `left` counts the children of each such blob that have not been chosen. What is in DRAM
+        stays in the tree, unless it is superseded: that leaves DRAM along with the SSD.
+        """
+        node: Record | None = victim
+        while node is not None and (not node.packed or self._residency.is_superseded(node)):
+            node = node.parent
+            if node is None:
+                break
+            left[node] = left.get(node, sum(1 for _ in node.children())) - 1
+            if left[node]:
+                break
+            if not node.hole:
+                return node
+        return None
+
     def _evict(self, record: Record) -> None:
+        if record.has_children:  # of what was to leave DRAM before it, something could not
+            return
+        why = "superseded" if self._residency.is_superseded(record) else "room"
+        if why == "superseded" and record.packed:
+            self._residency.demote(record, why)
         self._counters.ssd_evicted += 1
-        self.remove(record, "room")
+        self.remove(record, why)
         self.on_evicted(record)
         above = record if record.packed else self._index.discard(record)
         if above is not None:
@@ -140,21 +164,3 @@ def _may_leave(record: Record) -> bool:
     busy = record.pins or record.heirs or record.dirty or record.fill is not None
     kept = record.ssd is False or record.retention is Retention.DURABLE
     return not (busy or kept)
-
-
-def _bared_by(victim: Record, left: dict[Record, int]) -> Record | None:
-    """The blob that nothing continues any more once `victim` has left; holes go along.
-
-    `left` counts the children of each such blob that have not been chosen.
-    """
-    node: Record | None = victim
-    while node is not None and not node.packed:  # what is in DRAM stays in the tree
-        node = node.parent
-        if node is None:
-            break
-        left[node] = left.get(node, sum(1 for _ in node.children())) - 1
-        if left[node]:
-            break
-        if not node.hole:
-            return node
-    return None

@@ -11,7 +11,7 @@ import contextlib
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Collection, Iterable
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
 from datetime import UTC, datetime
 from functools import partial
@@ -20,30 +20,39 @@ from typing import Any
 from blobstore import gauges, listing
 from blobstore.adoption import adopt_rows
 from blobstore.client_pins import ClientPins
+from blobstore.contexts import Contexts
 from blobstore.counters import Counters
+from blobstore.divergence import Divergences
 from blobstore.drafts import Drafts
 from blobstore.errors import BlobStoreError, Busy, InvalidRequest
+from blobstore.estimates import Estimates
 from blobstore.explanation import explained, leaving_next
 from blobstore.hint import Hint
 from blobstore.holder import Holder
-from blobstore.index import Index, NamespaceState, Record, identity
+from blobstore.index import Index, NamespaceState, Record
 from blobstore.loader import Loader
+from blobstore.losses import Losses
+from blobstore.named_keys import checked, split
 from blobstore.namespace import Namespace
 from blobstore.pools import HASH_LANES, Pools
-from blobstore.protocol import KEYS_MAX
 from blobstore.readers import Found, Readers
+from blobstore.rebuilds import Rebuilds
+from blobstore.recall import Recall
 from blobstore.residency import WAITERS_MAX, Residency
 from blobstore.scrub import Scrub
 from blobstore.sealing import Sealing
 from blobstore.sessions import Sessions
 from blobstore.settings import StoreSettings
 from blobstore.stories import Stories
+from blobstore.superseded import Superseded
+from blobstore.terms import Terms
+from blobstore.text_calls import TextCalls
+from blobstore.texts import Texts
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.disk import Disk
 from blobstore.tiering.dram import DramTier
-from blobstore.tiering.plan import Plan, PlanSettings, make_plan
-from blobstore.tiering.policy import Terms
 from blobstore.tiering.ssd import SsdTier
+from blobstore.tiers import arena_of, plan_of
 from blobstore.turns import Turns
 from blobstore.uses import Uses
 from blobstore.writeback import Writeback
@@ -53,10 +62,7 @@ log = logging.getLogger(__name__)
 
 TICK_S = 0.5
 MAINTAIN_S = 60.0
-KEY_BYTES = range(8, 65)
 NAMESPACES_MAX = 100_000
-MODEL_NAME = "model"
-"""Of the file of what the plan has learned."""
 
 
 def _wall_clock() -> float:
@@ -75,12 +81,14 @@ class Store:
         settings: StoreSettings,
         arena: Arena,
         ssd: SsdTier | None,
+        texts: Texts,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
         threads: Callable[[int, str], Executor],
     ) -> None:
         self.settings = settings
         self.arena = arena
+        self.texts = texts
         self.boot_id = secrets.randbits(63) | 1
         self.counters = Counters(clock=clock)
         self.stories = Stories(clock)
@@ -91,61 +99,100 @@ class Store:
         self._ssd = ssd
         self._dram = DramTier(arena, staging_bytes=settings.staging_quota_bytes)
         self._pools = pools = Pools.of(threads, settings.io_threads)
-        self.plan = _make_plan(settings, self._dram, ssd)
+        self.plan = plan_of(settings, self._dram, ssd)
         self.index.on_discarded = self._forget
         self.uses = Uses(
             self.plan.use, self.sessions, self.counters.ages.reused, clock,
             asyncio.get_running_loop().call_later,
         )  # fmt: skip
-        self.residency = Residency(
-            self._dram, self.plan.dram, self.index, self.counters, pools.hash, clock,
-            self.stories,
-        )  # fmt: skip
+        self._order_tiers()
         self.pins = ClientPins(self.residency, clock)
+        self.losses = Losses(self.index, self.residency, self.counters, self.pins)
+        self.estimates = Estimates()
+        self.rebuilds = Rebuilds(
+            self.index, self.residency, texts, self.estimates, clock,
+            jobs_max=settings.rebuild.jobs_max,
+        )  # fmt: skip
         self._loader: Loader | None = None
         self._writeback: Writeback | None = None
         if ssd is not None:
             self._connect(ssd)
+        self._recall_from(texts)
         self._readers = Readers(
             self.index, self.residency, self._loader, self.counters, self.uses, clock,
-            settings.max_leases_per_client,
+            settings.max_leases_per_client, self.recall,
+        )  # fmt: skip
+        self.contexts = Contexts(
+            self.index, self.sessions, self.superseded, self.uses, self._readers, self.recall,
+            texts,
         )  # fmt: skip
         drafts = Drafts(self.residency, clock, settings.reservation_ttl_s)
         self._sealing = Sealing(
             self.index, self.residency, drafts, self._writeback, arena.view, pools.hash,
-            HASH_LANES, clock, self.stories,
+            HASH_LANES, clock, self.stories, self.counters, self.divergences,
         )  # fmt: skip
+        self._sealing.on_diverged = self.text_calls.diverged
+        self._sealing.on_shown = self.recall.shown
         self._writers = Writers(
             self.residency, drafts, self._sealing, self._writeback, self.counters, self.uses, clock,
-            settings.lent_quota_bytes,
+            settings.lent_quota_bytes, self.rebuilds, texts,
         )  # fmt: skip
         self._scrub = Scrub(
-            ssd, arena.view, self.index, self.residency, self._quarantine, self._quarantine_dram,
-            pools.read, clock,
+            ssd, arena.view, self.index, self.residency, self.losses.quarantine,
+            self.losses.quarantine_dram, pools.read, clock,
         )  # fmt: skip
         self._holders: dict[object, Holder] = {}
         self._ticker: asyncio.Task[None] | None = None
         self._maintain_at_s = clock() + MAINTAIN_S
         self._started_s = clock()
 
+    def _order_tiers(self) -> None:
+        """Let the plan say who leaves which tier, but for contexts that were replaced."""
+        self.superseded = Superseded(
+            self.index, self.sessions, self._clock, self.settings.tiering.supersede_grace_s
+        )
+        self.uses.on_got = self.superseded.used
+        self._orders = [
+            self.superseded.first_out(order)
+            for order in (self.plan.dram, self.plan.ssd)
+            if order is not None
+        ]
+        self.residency = Residency(
+            self._dram, self._orders[0], self.index, self.counters, self._pools.hash, self._clock,
+            self.stories,
+        )  # fmt: skip
+        self.residency.is_superseded = self.superseded.goes_first
+        self.superseded.on_marked = self.residency.settle
+
     def _connect(self, ssd: SsdTier) -> None:
         """Let blobs move between DRAM and `ssd`."""
         settings, pools, clock = self.settings, self._pools, self._clock
-        assert self.plan.ssd is not None
         self._writeback = writeback = Writeback(
-            ssd, self.arena.view, self.residency, self.index, self.plan.ssd, self.counters,
+            ssd, self.arena.view, self.residency, self.index, self._orders[1], self.counters,
             pools.write, pools.sync, pools.commit, pools.trim, settings.io_threads,
-            self._quarantine_dram, clock, self._wall_offset_s,
+            self.losses.quarantine_dram, clock, self._wall_offset_s,
             stories=self.stories, admission=self.plan.admission, settings=settings.tiering,
         )  # fmt: skip
         self._loader = Loader(
             ssd, self.arena.view, self.residency, self.counters, pools.read, settings.io_threads,
-            self._quarantine, writeback.save, clock,
-            stories=self.stories, promote_rate=settings.tiering.promote_rate,
+            self.losses.quarantine, writeback.save, clock,
+            stories=self.stories, estimate=self.estimates.fetch,
+            promote_rate=settings.tiering.promote_rate, fetch_rate=settings.tiering.fetch_rate,
         )  # fmt: skip
+        self.losses.writeback = writeback
         self.residency.dirty_bytes = lambda: writeback.dirty_bytes
         self.residency.on_settled = writeback.settle
         self.residency.on_used = writeback.note_use
+
+    def _recall_from(self, texts: Texts) -> None:
+        """Let blobs come back from what is known of their tokens."""
+        self.recall = Recall(self.residency, self._loader, texts, self.rebuilds, self._clock)
+        self.text_calls = TextCalls(
+            self.index, texts, self.losses, self.recall, self.rebuilds, self._pools.hash
+        )
+        self.divergences = Divergences(
+            self.text_calls.divergence, self.counters, self.stories, self._clock
+        )
 
     def _wall_offset_s(self) -> float:
         """The wall clock's reading less that of the store's clock."""
@@ -177,14 +224,23 @@ class Store:
                     ),
                 )
                 undo.callback(ssd.close)
-            arena = await loop.run_in_executor(None, lambda: _make_arena(settings))
+            arena = await loop.run_in_executor(None, lambda: arena_of(settings))
             undo.callback(arena.close)
-            store = cls(settings, arena, ssd, clock, wall_clock, threads)
-            if ssd is not None:
-                offset_s = store._wall_offset_s()
-                load = partial(store.sessions.load, settings.data_dir, clock(), offset_s)
-                await loop.run_in_executor(None, load)
-            store._adopt()
+            texts = await Texts.open(
+                settings.rebuild, settings.data_dir if ssd is not None else None,
+                threads=threads, clock=clock, wall_clock=wall_clock,
+            )  # fmt: skip
+            try:
+                store = cls(settings, arena, ssd, texts, clock, wall_clock, threads)
+                if ssd is not None:
+                    offset_s = store._wall_offset_s()
+                    load = partial(store.sessions.load, settings.data_dir, clock(), offset_s)
+                    await loop.run_in_executor(None, load)
+                    await loop.run_in_executor(None, store.superseded.load, settings.data_dir)
+                store._adopt()
+            except BaseException:
+                await texts.close()
+                raise
             undo.pop_all()
         if store._writeback is not None:
             store._writeback.start()
@@ -203,12 +259,14 @@ class Store:
             await self._loader.close()
         if self._writeback is not None:
             await self._writeback.close(drain_s)
-        await self.residency.wiped()
+        await self.residency.close()
+        await self.recall.close()
+        self.rebuilds.close()
+        await self.texts.close()
         loop = asyncio.get_running_loop()
         self.uses.close()
-        for work in (self._unsaved_sessions(), self.plan.close):
-            if work is not None:
-                await loop.run_in_executor(None, work)
+        for work in (*self._unsaved(), self.plan.close):
+            await loop.run_in_executor(None, work)
         for pool in self._pools:
             await loop.run_in_executor(None, pool.shutdown)
         if self._ssd is not None:
@@ -240,8 +298,8 @@ class Store:
         self._writers.holder_gone(holder)
         self._holders.pop(holder.token, None)
 
-    async def declare(self, encoded: bytes) -> bytes:
-        """Declare a namespace by its canonical encoding; its id.
+    async def declare(self, encoded: bytes, terms: Terms | None = None) -> bytes:
+        """Declare a namespace by its canonical encoding; its id. `terms` change what holds for it.
 
         A disk that cannot take it now learns of it with the first blob that it
         can take; until then DRAM serves alone.
@@ -257,23 +315,25 @@ class Store:
                     await work(self._pools.write, self._ssd.declare, namespace.id, encoded)
                 except BlobStoreError as error:
                     log.warning("a namespace is not on disk yet: %s", str(error))
+        if terms is not None:
+            await self.texts.tell(self.index.namespace(namespace.id), terms)
         return namespace.id
 
     def match(
         self, namespace_id: bytes, keys: bytes, key_bytes: int, *, hint: Hint | None = None
     ) -> tuple[int, int, float]:
         """Leading blobs held, how many of them in DRAM, seconds to have them all there."""
-        state = self._checked(namespace_id, keys, key_bytes)
+        state = checked(self.index, namespace_id, keys, key_bytes)
         self.counters.matches += 1
         n = self.index.leading(state, keys, key_bytes)
         warm = self.index.warm(state, keys, key_bytes, n)
         eta_s = 0.0
         if warm < n and self._loader is not None:
-            eta_s = (n - warm) * state.full_bytes / self._loader.bytes_per_s
+            eta_s = self._loader.estimate_s((n - warm) * state.full_bytes)
         n_missed = len(keys) // key_bytes - n
         if n and (n_missed or hint is not None):
             leaf = state.blobs[keys[(n - 1) * key_bytes : n * key_bytes]]
-            self.uses.matched(leaf, n_missed, hint)
+            self.uses.matched(leaf, n_missed, hint, keys[-key_bytes:])
         return n, warm, eta_s
 
     def get(
@@ -287,12 +347,14 @@ class Store:
         stream: bool = False,
         wait_for_writers: bool = False,
         hint: Hint | None = None,
+        job: int = 0,
     ) -> Found | Awaitable[Found]:
         """Lease the leading blobs (see Readers.get)."""
-        state = self._checked(namespace_id, keys, key_bytes)
+        state = checked(self.index, namespace_id, keys, key_bytes)
         return self._readers.get(
             holder, state, keys, key_bytes,
             timeout_s=timeout_s, stream=stream, wait_for_writers=wait_for_writers, hint=hint,
+            job=job,
         )  # fmt: skip
 
     @property
@@ -316,14 +378,14 @@ class Store:
 
     def split(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> list[bytes]:
         """The packed keys one by one, checked."""
-        self._checked(namespace_id, keys, key_bytes)
-        return _split(keys, key_bytes)
+        checked(self.index, namespace_id, keys, key_bytes)
+        return split(keys, key_bytes)
 
     def exists(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> bytes:
         """One byte per key: 1 if held."""
-        get = self._checked(namespace_id, keys, key_bytes).blobs.get
+        get = checked(self.index, namespace_id, keys, key_bytes).blobs.get
         return bytes(
-            (record := get(key)) is not None and record.held for key in _split(keys, key_bytes)
+            (record := get(key)) is not None and record.held for key in split(keys, key_bytes)
         )
 
     def drop(self, namespace_id: bytes, keys: bytes, key_bytes: int, tier: str = "") -> int:
@@ -333,22 +395,22 @@ class Store:
         DRAM to be written there are written now, and leave when they are named again. How many
         blobs it took effect on.
         """
-        blobs = self._checked(namespace_id, keys, key_bytes).blobs
+        blobs = checked(self.index, namespace_id, keys, key_bytes).blobs
         if tier not in ("", "dram"):
             raise InvalidRequest(f"unknown tier {tier!r}: use dram, or none for all")
-        named = [record for key in _split(keys, key_bytes) if (record := blobs.get(key))]
+        named = [record for key in split(keys, key_bytes) if (record := blobs.get(key))]
         if tier:
             return sum(self.residency.demote(record) for record in reversed(named))
         dropped = 0
         for record in named:
             if not record.gone:
-                dropped += self._drop_subtree(record)
+                dropped += self.losses.drop(record)
         return dropped
 
     def pin(self, namespace_id: bytes, keys: bytes, key_bytes: int, ttl_s: float) -> int:
         """Keep the blobs that are held from eviction for `ttl_s`; 0 ends it. How many."""
-        blobs = self._checked(namespace_id, keys, key_bytes).blobs
-        found = [r for key in _split(keys, key_bytes) if (r := blobs.get(key)) and r.held]
+        blobs = checked(self.index, namespace_id, keys, key_bytes).blobs
+        found = [r for key in split(keys, key_bytes) if (r := blobs.get(key)) and r.held]
         for record in found:
             if ttl_s > 0:
                 self.pins.pin(record, ttl_s)
@@ -358,29 +420,31 @@ class Store:
 
     def prefetch(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> int:
         """Start to bring the leading blobs into DRAM; how many are on their way."""
-        state = self._checked(namespace_id, keys, key_bytes)
-        return self._readers.prefetch(state, keys, key_bytes)
+        state = checked(self.index, namespace_id, keys, key_bytes)
+        return self.contexts.prefetch_keys(state, keys, key_bytes)
 
     def stat(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> list[dict[str, Any]]:
         """Facts about each blob, for people; {} where nothing is known."""
-        blobs = self._checked(namespace_id, keys, key_bytes).blobs
+        blobs = checked(self.index, namespace_id, keys, key_bytes).blobs
         now_s = self._clock()
         return [
             listing.blob_facts(record, now_s) if (record := blobs.get(key)) is not None else {}
-            for key in _split(keys, key_bytes)
+            for key in split(keys, key_bytes)
         ]
 
     def explain(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> list[dict[str, Any]]:
         """Why each blob is where it is, for people; {} where nothing is known."""
-        blobs = self._checked(namespace_id, keys, key_bytes).blobs
+        blobs = checked(self.index, namespace_id, keys, key_bytes).blobs
         now_s = self._clock()
         self.uses.drain()
-        leaving = leaving_next(self.plan)
+        leaving = leaving_next(*self._orders)
         answers = []
-        for key in _split(keys, key_bytes):
+        for key in split(keys, key_bytes):
             record = blobs.get(key)
             session = self.sessions.facts_of(record, now_s) if record is not None else {}
             standing = self._writeback.mover.standing(record) if record and self._writeback else {}
+            if record is not None:
+                standing |= self.superseded.standing(record)
             pinned_s = self.pins.left_s(record) if record is not None else None
             answers.append(
                 explained(
@@ -434,10 +498,17 @@ class Store:
             "lent_bytes": sum(holder.lent_bytes for holder in self._holders.values()),
             "tiers": tiers,
             "sessions": self.sessions.stats(),
+            "superseded": self.superseded.stats(),
             "uses": self.uses.stats(),
             "plan": self.plan.stats(),
             "mover": gauges.of_moves(self._writeback, self._loader),
             "ages": self.counters.ages.as_dict(),
+            "texts": self.texts.stats(),
+            "rebuild": {
+                **self.rebuilds.stats(),
+                "estimates": self.estimates.stats(),
+                "divergences": self.divergences.stats(),
+            },
             "counters": self.counters.as_dict(),
         }
 
@@ -445,13 +516,14 @@ class Store:
         """What is due by the clock: expiries and maintenance."""
         self._writers.expire()
         self.pins.expire()
+        self.texts.tick()
+        self.rebuilds.tick()
         now_s = self._clock()
         if self._writeback is not None:
             self._writeback.retry()
         if now_s >= self._maintain_at_s:
             self._maintain_at_s = now_s + MAINTAIN_S
-            saving = self._unsaved_sessions()
-            if saving is not None:
+            for saving in self._unsaved():
                 asyncio.get_running_loop().run_in_executor(self._pools.write, saving)
             if self._ssd is not None and self._writeback is not None:
                 self._writeback.persist_uses()
@@ -467,116 +539,29 @@ class Store:
             except Exception:  # expiries must go on, whatever one of them met
                 log.exception("what was due by the clock failed")
 
-    def _unsaved_sessions(self) -> Callable[[], None] | None:
-        """Work that saves the sessions, if there is anything new; they belong to what is on SSD."""
-        if self._ssd is None:
-            return None
-        return self.sessions.unsaved(self.settings.data_dir, self._wall_offset_s())
+    def _unsaved(self) -> Iterator[Callable[[], None]]:
+        """Work that saves what is new of contexts; it belongs to what is on SSD."""
+        for kept in (self.sessions, self.superseded) if self._ssd is not None else ():
+            work = kept.unsaved(self.settings.data_dir, self._wall_offset_s())
+            if work is not None:
+                yield work
 
     def _adopt(self) -> None:
         """Know what is on SSD."""
         if self._ssd is not None and self._writeback is not None:
             adopt_rows(self._ssd, self.index, self._wall_offset_s())
             self._writeback.adopt(self.index.records())
-
-    def _checked(self, namespace_id: bytes, keys: bytes, key_bytes: int) -> NamespaceState:
-        state = self.index.namespaces.get(namespace_id)
-        if state is None:
-            state = self.index.namespace(namespace_id)  # raises
-        if key_bytes not in KEY_BYTES or len(keys) % key_bytes or not keys:
-            raise InvalidRequest(
-                f"{len(keys)} bytes are not one or more keys of {key_bytes} bytes (8 to 64 each)"
-            )
-        if len(keys) > KEYS_MAX * key_bytes:
-            raise InvalidRequest(f"{len(keys) // key_bytes} keys in a call that takes {KEYS_MAX}")
-        return state
-
-    def _drop_subtree(self, top: Record) -> int:
-        subtree = self.index.subtree(top)
-        above = None
-        for record in reversed(subtree):
-            self.pins.unpin(record)
-            if self._writeback is not None:
-                self._writeback.remove(record)
-            if not record.gone:  # a hole left bare goes with its last child
-                above = self.index.discard(record)
-            self.residency.settle(record)
-        if above is not None:
-            self.residency.settle(above)
-        return len(subtree)
-
-    def _quarantine(self, record: Record) -> None:
-        """The copy on SSD fails its digest: it is removed, and the blob if it was the last copy."""
-        if self._writeback is None or record.gone:
-            return
-        self.counters.corrupt += 1
-        if record.packed or record.has_children:
-            self._writeback.hollow(record)
-        else:
-            self._writeback.remove(record, "corrupt")
-        if record.packed:
-            self._writeback.save(record)
-            self.residency.settle(record)
-        else:
-            self._lose(record)
-
-    def _quarantine_dram(self, record: Record) -> None:
-        """The copy in DRAM fails its digest: nobody gets it any more."""
-        self.counters.corrupt += 1
-        self.residency.hide(record)
-        if record.ssd is False and not record.gone:
-            self._lose(record)
-        else:
-            self.residency.settle(record)
+            self.superseded.adopt(self._wall_offset_s())
 
     def _forget(self, record: Record) -> None:
         """It has gone from the index, and so from every order."""
         self.residency.unlist(record)
         self.uses.forget(record)
+        self.superseded.forget(record)
+        self.sessions.lost(record)
         self.plan.forget(record)
-
-    def _lose(self, record: Record) -> None:
-        """No copy is left."""
-        above = self.index.lose(record)
-        self.residency.settle(record)
-        if above is not None:
-            self.residency.settle(above)
-
-
-def _make_plan(settings: StoreSettings, dram: DramTier, ssd: SsdTier | None) -> Plan[Record]:
-    tiering = settings.tiering
-    return make_plan(
-        tiering.policy,
-        Terms(dram.capacity_bytes, identity),
-        Terms(ssd.capacity_bytes, identity) if ssd is not None else None,
-        PlanSettings(
-            objective=tiering.objective,
-            ssd_writes_per_day=tiering.ssd_writes_per_day or None,
-            ssd_spare=tiering.ssd_spare,
-            model_path=settings.data_dir / MODEL_NAME if ssd is not None else None,
-        ),
-    )
 
 
 def _log_fault(maintenance: asyncio.Future[None]) -> None:
     if not maintenance.cancelled() and (fault := maintenance.exception()) is not None:
         log.error("maintenance of the ssd failed", exc_info=fault)
-
-
-def _make_arena(settings: StoreSettings) -> Arena:
-    arena = Arena.create(
-        settings.dram_bytes,
-        directory=settings.arena_directory,
-        huge_pages=settings.huge_pages,
-        scratch_bytes=settings.scratch_bytes,
-    )
-    try:
-        arena.populate()
-    except BaseException:
-        arena.close()
-        raise
-    return arena
-
-
-def _split(keys: bytes, key_bytes: int) -> list[bytes]:
-    return [keys[start : start + key_bytes] for start in range(0, len(keys), key_bytes)]

@@ -8,15 +8,15 @@ they become one use, and what was put its continuation. Used on the event loop o
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from math import inf
 from typing import Protocol
 
 from blobstore.hint import Hint
-from blobstore.index import Record, identity
+from blobstore.index import Record
 from blobstore.sessions import Sessions
 from blobstore.tiering.policy import Use
 
@@ -42,9 +42,12 @@ OUT_OF_ORDER_MAX = 8
 """Blobs of one chain that a client may ask for at a time, each by a call of its own."""
 
 MISSED_MAX = 1024
-"""Matches of which it is remembered what they missed, until somebody gets what they found."""
+"""Blobs at which matches ended of which it is remembered what they missed, until somebody gets
+what they found."""
+MISSED_OF_ONE_MAX = 16
+"""Such matches of one blob: many requests may share it and nothing else."""
 TOLD_MAX = 4096
-SESSIONS_OF_ONE_MAX = 64
+REQUESTS_OF_ONE_MAX = 64
 """That used one blob last: popular heads have many."""
 TOLD_OF_ONE_MAX = 16
 """Blobs at the end of one chain that a later call may go on from."""
@@ -59,8 +62,8 @@ class Timer(Protocol):
         """Do not call."""
 
 
-_Name = int | tuple[int, str]
-"""A blob's identity, or that and the session that uses it."""
+_Name = tuple[str, bytes]
+"""What tells requests for one blob apart: the session, and the last key asked for beyond it."""
 
 
 class _Kind(Enum):
@@ -84,6 +87,8 @@ class _Call:
     now_s: float
     idle_s: float = 0.0
     """How long the leaf had not been used."""
+    asked: bytes = b""
+    """The last key that it asked for, if that is beyond the leaf."""
 
     @property
     def stored(self) -> bool:
@@ -98,7 +103,7 @@ class _Call:
         return self.hint.turn if self.hint is not None else None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Told:
     """When a blob was told of last, and as part of what."""
 
@@ -106,6 +111,19 @@ class _Told:
     stored: bool
     turn: int | None
     """As the caller counts, if it does."""
+    asked: bytes
+    """As of the call."""
+    followed: bool = False
+    """A put has gone on from here: one from the same blob on is another request's."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Missed:
+    """What a match asked for beyond what it found, and until when that is worth knowing."""
+
+    n_missed: int
+    asked: bytes
+    until_s: float
 
 
 class Uses:
@@ -134,14 +152,16 @@ class Uses:
         self._call_later = call_later
         self._waiting: OrderedDict[object, _Call] = OrderedDict()
         """By leaf, session and kind of call."""
-        self._told: OrderedDict[Record, OrderedDict[str, _Told]] = OrderedDict()
-        """By session. Those whose blob was told of last, last."""
-        self._missed: OrderedDict[_Name, tuple[int, float]] = OrderedDict()
-        """What the last match missed beyond a blob, and until when that is worth knowing."""
+        self._told: OrderedDict[Record, OrderedDict[_Name, _Told]] = OrderedDict()
+        """Those told of last, last; likewise of one blob."""
+        self._missed: OrderedDict[tuple[Record, str], deque[_Missed]] = OrderedDict()
+        """What matches missed beyond a blob, by session."""
         self._timer: Timer | None = None
         self.n_told = 0
         self.n_lost = 0
         """Calls that were not told of, since too many waited."""
+        self.on_got: Callable[[Record], None] = lambda leaf: None
+        """Called at once when a get has given the chain that ends at a blob."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -153,20 +173,26 @@ class Uses:
         n_asked: int,
         hint: Hint | None,
         used_s: float | None = None,
+        asked: bytes = b"",
     ) -> None:
         """A get gave `n_got` blobs that end at `leaf`, of `n_asked`. Costs O(1), mostly nothing.
 
         `used_s`: when `leaf` had been used before the get, if that itself has touched it since.
+        `asked`: the last key that it asked for, if that is beyond `leaf`.
         """
+        self.on_got(leaf)
         session = hint.session if hint is not None else ""
-        name = (leaf, session) if session else leaf
+        n_missed = n_asked - n_got
+        if self._missed and not n_missed:
+            n_missed, asked = self._missed_after(leaf, session)
+        name = _waits_as(leaf, session, asked)
         if name in self._waiting:
             return
         now_s = self._clock()
         idle_s = now_s - (leaf.last_used if used_s is None else used_s)
-        call = _Call(_Kind.GOT, leaf, n_got, n_asked - n_got, hint, now_s, idle_s)
+        call = _Call(_Kind.GOT, leaf, n_got, n_missed, hint, now_s, idle_s, asked)
         if n_got == 1 and (parent := leaf.parent) is not None:
-            call = self._joined(call, (parent, session) if session else parent)
+            call = self._joined(call, _waits_as(parent, session, b""))
         self._note(name, call)
 
     def stored(self, leaf: Record, n_stored: int, hint: Hint | None) -> None:
@@ -176,17 +202,14 @@ class Uses:
             call = self._joined(call, (leaf.parent, call.session, call.kind))
         self._note((leaf, call.session, call.kind), call)
 
-    def matched(self, leaf: Record, n_missed: int, hint: Hint | None) -> None:
-        """A match has found a chain that ends at `leaf`, and missed so many blobs beyond.
+    def matched(self, leaf: Record, n_missed: int, hint: Hint | None, asked: bytes = b"") -> None:
+        """A match has found a chain that ends at `leaf`, and missed so many blobs up to `asked`.
 
         No use, but it tells how long the prompt is whose head will be got next; and why the
         model stopped, if the hint says so, where no put can tell.
         """
         if n_missed:
-            session = hint.session if hint is not None else ""
-            self._missed[_name(leaf, session)] = n_missed, self._clock() + REQUEST_S
-            if len(self._missed) > MISSED_MAX:
-                self._missed.popitem(last=False)
+            self._note_missed(leaf, hint.session if hint is not None else "", n_missed, asked)
         if hint is not None and hint.finish:
             call = _Call(_Kind.ENDED, leaf, 0, 0, hint, self._clock())
             self._note((leaf, call.session, call.kind), call)
@@ -253,7 +276,6 @@ class Uses:
         if not chain or (call.stored and start == len(chain)):
             return
         session, own_turn = call.session, call.turn
-        call.n_missed = max(call.n_missed, self._missed_after(call.leaf, session))
         n_told, again = self._told_of(call, chain, start, session)
         if n_told >= len(chain):
             return
@@ -263,71 +285,109 @@ class Uses:
         if not (call.stored or again) and chain[-1] is call.leaf:
             self._gap(max(0.0, call.idle_s))
         fresh = n_told if again else start if call.stored else 0
-        self._remember(chain[fresh:], session, _Told(call.now_s, call.stored, own_turn))
+        self._remember(chain[fresh:], call)
         self.n_told += 1
         n_held = n_told if again or call.stored else len(chain)
         self._tell(_use(call, chain, n_held, again=again, turn=turn))
 
     def _tell_end(self, call: _Call, chain: Sequence[Record]) -> None:
         """Say why the model stopped, if the request was told of."""
-        told = self._last_of(chain[-1], call.session) if chain else None
+        told = next(self._told_at(chain[-1], call.session), None) if chain else None
         if told is None or call.now_s - told.at_s > REQUEST_S:
             return
         if _same_turn(told, call) is not False:
             turn = -1 if told.turn is None else told.turn
             self._tell(_use(call, chain, len(chain), again=True, turn=turn))
 
-    def _missed_after(self, leaf: Record, session: str) -> int:
-        """Blobs that the last match missed beyond `leaf`, if nothing was got since."""
-        found = self._missed.pop(_name(leaf, session), None)
-        if found is None and session:
-            found = self._missed.pop(identity(leaf), None)
-        return found[0] if found is not None and self._clock() <= found[1] else 0
+    def _note_missed(self, leaf: Record, session: str, n_missed: int, asked: bytes) -> None:
+        of_leaf = self._missed.setdefault((leaf, session), deque(maxlen=MISSED_OF_ONE_MAX))
+        if all(missed.asked != asked for missed in of_leaf):  # the ranks of an engine ask alike
+            of_leaf.append(_Missed(n_missed, asked, self._clock() + REQUEST_S))
+        if len(self._missed) > MISSED_MAX:
+            self._missed.popitem(last=False)
+
+    def _missed_after(self, leaf: Record, session: str) -> tuple[int, bytes]:
+        """What the oldest match missed beyond `leaf` that nothing was got for since."""
+        for named in dict.fromkeys((session, "")):
+            of_leaf = self._missed.get((leaf, named))
+            if of_leaf is not None:
+                found = of_leaf.popleft()
+                if not of_leaf:
+                    del self._missed[leaf, named]
+                if self._clock() <= found.until_s:
+                    return found.n_missed, found.asked
+        return 0, b""
 
     def _told_of(
         self, call: _Call, chain: Sequence[Record], start: int, session: str
     ) -> tuple[int, bool]:
         """How much of `chain` need not be told of any more, and whether `call` is part of a
         request that was told of."""
-        last = self._told_last(chain[-1], session)
-        if last is not None and _is_same(last, call):
+        if self._is_told(call, chain[-1], session):
             return len(chain), True
         n_told, again = start if call.stored else 0, False
         for n in range(start, max(0, start - OUT_OF_ORDER_MAX), -1):
-            before = self._last_of(chain[n - 1], session)
-            if before is not None and _goes_on(before, call):
+            before = self._before(call, chain, n, session)
+            if before is not None:
+                before.followed |= call.stored
                 n_told, again = n, True
                 break
         while n_told < len(chain) and (again or call.stored):
             # Calls for parts of one chain may come in any order.
-            last = self._told_last(chain[n_told], session)
-            if last is None or not _is_same(last, call):
+            if not self._is_told(call, chain[n_told], session):
                 break
             n_told, again = n_told + 1, True
         return n_told, again
 
-    def _told_last(self, record: Record, session: str) -> _Told | None:
-        of_sessions = self._told.get(record)
-        return of_sessions.get(session) if of_sessions is not None else None
+    def _is_told(self, call: _Call, record: Record, session: str) -> bool:
+        """Whether `call` says once more what was told of `record` last.
 
-    def _last_of(self, record: Record, session: str) -> _Told | None:
-        """The same, or of a call that named no session."""
-        return self._told_last(record, session) or self._told_last(record, "")
+        One that does not say what it missed may be any rank's of the last request.
+        """
+        of_requests = self._told.get(record, _NO_REQUESTS)
+        if call.asked:
+            last = of_requests.get((session, call.asked))
+        else:
+            names = (name for name in reversed(of_requests) if name[0] == session)
+            last = next((of_requests[name] for name in names), None)
+        return last is not None and _is_same(last, call)
 
-    def _remember(self, records: Sequence[Record], session: str, told: _Told) -> None:
+    def _before(self, call: _Call, chain: Sequence[Record], n: int, session: str) -> _Told | None:
+        """What was told of `chain[n - 1]` that `call` goes on from.
+
+        Many requests may have ended there: a put belongs to the one that asked for what it
+        stores, or else to the last that none belongs to yet.
+        """
+        told = [told for told in self._told_at(chain[n - 1], session) if _goes_on(told, call)]
+        if not call.stored:
+            return told[0] if told else None
+        stored = {record.key for record in chain[n:]} if len(told) > 1 else set()
+        for each in told:
+            if each.asked in stored:
+                return each
+        return next((t for t in told if not t.followed or _same_turn(t, call)), None)
+
+    def _told_at(self, record: Record, session: str) -> Iterator[_Told]:
+        """Of the requests that used `record`, the latest first; then of those of no session."""
+        of_requests = self._told.get(record, _NO_REQUESTS)
+        for named in dict.fromkeys((session, "")):
+            yield from (told for name, told in reversed(of_requests.items()) if name[0] == named)
+
+    def _remember(self, records: Sequence[Record], call: _Call) -> None:
+        name = call.session, call.asked
         for record in records[-TOLD_OF_ONE_MAX:]:
-            of_sessions = self._told.setdefault(record, OrderedDict())
-            of_sessions[session] = told
-            of_sessions.move_to_end(session)
-            if len(of_sessions) > SESSIONS_OF_ONE_MAX:
-                of_sessions.popitem(last=False)
+            of_requests = self._told.setdefault(record, OrderedDict())
+            of_requests[name] = _Told(call.now_s, call.stored, call.turn, call.asked)
+            of_requests.move_to_end(name)
+            if len(of_requests) > REQUESTS_OF_ONE_MAX:
+                of_requests.popitem(last=False)
             self._told.move_to_end(record)
         while len(self._told) > TOLD_MAX:
             self._told.popitem(last=False)
 
 
-def _name(record: Record, session: str) -> _Name:
-    return (identity(record), session) if session else identity(record)
+def _waits_as(leaf: Record, session: str, asked: bytes) -> object:
+    return (leaf, session, asked) if session or asked else leaf
 
 
 def _chain(leaf: Record) -> list[Record]:
@@ -385,3 +445,4 @@ def _use(
 
 
 _NO_HINT = Hint()
+_NO_REQUESTS: OrderedDict[_Name, _Told] = OrderedDict()

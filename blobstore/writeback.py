@@ -225,13 +225,13 @@ class Writeback:
         self._room.remove(record, why)
         self._tell(record, Full("it was dropped before it was durable"))
 
-    def hollow(self, record: Record) -> None:
-        """The copy on the disk is rotten: let go of it, but keep a row for what continues it.
+    def hollow(self, record: Record, why: str = "corrupt") -> None:
+        """The copy on the disk is of no use: let go of it, but keep a row for what continues it.
 
         The row stays as it is while the blob is saved anew, and is replaced in one commit.
         The caller settles the record, and saves it if it can.
         """
-        self._room.hollow(record)
+        self._room.hollow(record, why)
 
     def saved(self, item: Written) -> None:
         """As Outcomes.saved."""

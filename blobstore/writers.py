@@ -8,6 +8,7 @@ publishing is `Sealing`'s affair. Used on the event loop only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from blobstore.counters import Counters
 from blobstore.drafts import Answer, Draft, Drafts, Reservation, Slot
@@ -15,16 +16,40 @@ from blobstore.errors import BlobStoreError, Full, InvalidRequest, SizeMismatch
 from blobstore.hint import Hint
 from blobstore.holder import Holder
 from blobstore.index import NamespaceState, Record, Retention
+from blobstore.put_texts import Entries, check_told, entries_of
 from blobstore.residency import Residency
 from blobstore.sealing import Sealing
 from blobstore.uses import Uses
 from blobstore.writeback import Writeback
+
+if TYPE_CHECKING:
+    from blobstore.text_entry import TextEntry
 
 SLOTS_MAX = 100_000
 """Keys of one reservation."""
 
 Group = tuple[str, int]
 """Writer group and epoch."""
+
+
+class Jobs(Protocol):
+    """The rebuilds under way."""
+
+    def entry(self, job_id: int, ns: NamespaceState, key: bytes) -> TextEntry | None:
+        """What is known of a blob that a live job still has to make; None: it has not."""
+        ...
+
+    def made(self, job_id: int, key: bytes) -> None:
+        """A job's blob is sealed."""
+        ...
+
+
+class Notes(Protocol):
+    """Where texts are kept."""
+
+    def note(self, ns: NamespaceState, entries: Entries, *, only_new: bool = False) -> None:
+        """Keep them, or with `only_new` those of which none is kept yet."""
+        ...
 
 
 class Writers:
@@ -40,6 +65,8 @@ class Writers:
         uses: Uses,
         clock: Callable[[], float],
         lent_bytes_max: int,
+        jobs: Jobs,
+        texts: Notes,
     ) -> None:
         self._residency = residency
         self._drafts = drafts
@@ -49,6 +76,8 @@ class Writers:
         self._uses = uses
         self._clock = clock
         self._lent_bytes_max = lent_bytes_max
+        self._jobs = jobs
+        self._texts = texts
         self._live: dict[int, Reservation] = {}
         self._next_id = 1
 
@@ -75,20 +104,28 @@ class Writers:
         group: Group | None = None,
         parts: tuple[int, ...] = (),
         hint: Hint | None = None,
+        tokens: bytes = b"",
+        text: str = "",
+        job: int = 0,
     ) -> Reservation:
         """Lend extents for the keys that are new, all or none, waiting up to `timeout_s` for room.
 
-        Slots that got no extent say why. The parent may still be being written.
+        For a `job` also for keys that are on SSD alone. Slots that got no extent say why. The
+        parent may still be being written. `tokens` are the ids of all blobs as u32 LE.
         Raises InvalidRequest for a request that contradicts the layout, Busy
         when too many wait.
         """
         sizes = self._sizes(ns, keys, parent_key, tail_tokens, parts)
+        check_told(tokens, text, sum(n_tokens for n_tokens, _ in sizes))
         if group and not parts and ns.layout.n_parts > 1:
             raise InvalidRequest("a member of a writer group names the parts that it writes")
+        if group and job:
+            raise InvalidRequest("a rebuild is one runner's, not a group's")
         deadline_s = self._clock() + timeout_s
         reservation = Reservation(
-            self._next_id, holder, ns, retention, self._clock() + self._drafts.ttl_s, hint=hint
-        )
+            self._next_id, holder, ns, retention, self._clock() + self._drafts.ttl_s,
+            hint=hint, job_id=job, tokens=tokens, text=text,
+        )  # fmt: skip
         self._next_id += 1
         parent = _held_or_written(ns, parent_key) if parent_key else None
         try:
@@ -99,6 +136,7 @@ class Writers:
             else:
                 wanted = self._plan(reservation, parent, keys, sizes, group)
                 await self._fill_slots(reservation, wanted, deadline_s, group, parts)
+                reservation.slots += [Slot(None, None, "cancelled") for _ in keys[len(wanted) :]]
         except BaseException:
             self._let_go(reservation)
             raise
@@ -147,14 +185,23 @@ class Writers:
             answers = self._answers(reservation, complete, digests)
         finally:
             self._let_go(reservation)
-        self._note_use(reservation, answers)
-        if reservation.retention is Retention.DURABLE:
-            await self._make_durable(reservation, answers)
-        for slot, (result, _) in zip(reservation.slots, answers, strict=True):
-            self._counters.put_blobs[result] += 1
-            if result == "stored" and slot.draft is not None:
-                self._counters.put_bytes += slot.draft.record.nbytes
+        stored, existed = entries_of(reservation, answers)
+        if stored:
+            self._texts.note(reservation.ns, stored)
+        if existed:
+            self._texts.note(reservation.ns, existed, only_new=True)
+        if reservation.job_id:  # nobody has used anything: who waits for it will
+            self._counters.rebuilt_blobs.update(result for result, _ in answers)
+            self._tell_job(reservation, answers)
+        else:
+            await self._note_put(reservation, answers)
         return [result for result, _ in answers], [reason for _, reason in answers]
+
+    def _tell_job(self, reservation: Reservation, answers: Sequence[Answer]) -> None:
+        for slot, (result, _) in zip(reservation.slots, answers, strict=True):
+            record = slot.draft.record if slot.draft is not None else slot.existing
+            if record is not None and result in ("stored", "exists", "divergent"):
+                self._jobs.made(reservation.job_id, record.key)
 
     def abort(self, holder: Holder, reservation_id: int, alive: Sequence[int] = ()) -> None:
         """Give up a reservation: nothing of it becomes visible."""
@@ -256,14 +303,20 @@ class Writers:
         sizes: Sequence[tuple[int, int]],
         group: Group | None,
     ) -> list[Record | Draft]:
-        """For each key the sealed blob, the group's draft, or a new record without room."""
-        ns, previous = reservation.ns, parent
+        """For each key the sealed blob, the group's draft, or a new record without room.
+
+        Of a job's keys the leading ones that it still has to make.
+        """
+        ns, job, previous = reservation.ns, reservation.job_id, parent
         wanted: list[Record | Draft] = []
         for key, (tokens, nbytes) in zip(keys, sizes, strict=True):
+            if job and self._jobs.entry(job, ns, key) is None:
+                break
             existing = _held(ns, key)
             draft = self._drafts.of_group((ns.id, key, *group)) if group else None
             if existing is not None:
                 self._keep(reservation, existing)
+            if existing is not None and not (job and existing.cold):
                 wanted.append(existing)
                 previous = existing
             elif draft is not None:
@@ -322,11 +375,15 @@ class Writers:
             return Slot(None, None, reason)
         group_key = (ns.id, record.key, *group) if group else None
         draft = item if isinstance(item, Draft) else self._drafts.of_group(group_key)
-        existing = _held(ns, record.key)
-        if existing is None and draft is None:
-            return Slot(self._drafts.open(record, group_key), None, "")
+        existing, job = _held(ns, record.key), reservation.job_id
+        entry = self._jobs.entry(job, ns, record.key) if job else None
+        again = entry is not None and existing is not None and existing.cold
+        if (existing is None or again) and draft is None and (entry is not None or not job):
+            return Slot(self._drafts.open(record, group_key, entry), None, "")
         if isinstance(item, Record):
             self._residency.give_back(item)
+        if job and entry is None:
+            return Slot(None, None, "cancelled")
         if existing is not None:
             self._keep(reservation, existing)
             return Slot(None, existing, "exists")
@@ -436,6 +493,16 @@ class Writers:
             else:
                 answers.append(draft.answer)
         return answers
+
+    async def _note_put(self, reservation: Reservation, answers: list[Answer]) -> None:
+        """Tell of a put that has its answers, and make it durable if that was asked for."""
+        self._note_use(reservation, answers)
+        if reservation.retention is Retention.DURABLE:
+            await self._make_durable(reservation, answers)
+        for slot, (result, _) in zip(reservation.slots, answers, strict=True):
+            self._counters.put_blobs[result] += 1
+            if result == "stored" and slot.draft is not None:
+                self._counters.put_bytes += slot.draft.record.nbytes
 
     def _note_use(self, reservation: Reservation, answers: Sequence[Answer]) -> None:
         """Tell of what was stored: a run of the chain, from its first blob to its last."""

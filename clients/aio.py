@@ -11,15 +11,17 @@ from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.client_session import AsyncClientSession
 from blobstore.clients.hit import Hit
 from blobstore.clients.lease import LeaseBase
+from blobstore.clients.rebuilds import AsyncHandler, AsyncRebuildServer
 from blobstore.clients.steps import Call
 from blobstore.clients.sync import TIMEOUT_S
 from blobstore.clients.ways import LoopWay, for_loop
 from blobstore.clients.writer import WriterBase
-from blobstore.clients.writing import Terms
+from blobstore.clients.writing import PutTerms, checked_text, packed_tokens
 from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.layout import Shard
 from blobstore.namespace import Namespace, WriterGroup
+from blobstore.terms import Terms
 
 
 class AsyncClient:
@@ -33,6 +35,7 @@ class AsyncClient:
     def __init__(
         self, address: str, *, timeout_s: float = TIMEOUT_S, token: str = "", ca_file: str = ""
     ) -> None:
+        self._address = address
         self._runner = for_loop(address, timeout_s, token, ca_file)
 
     async def connect(self) -> Self:
@@ -55,9 +58,11 @@ class AsyncClient:
         """Tells one run of the daemon from the next; 0 before the first call."""
         return self._runner.boot_id
 
-    async def namespace(self, namespace: Namespace, shard: Shard | None = None) -> BoundNamespace:
+    async def namespace(
+        self, namespace: Namespace, shard: Shard | None = None, *, terms: Terms | None = None
+    ) -> BoundNamespace:
         """As Client.namespace."""
-        ns = BoundNamespace(namespace, shard)
+        ns = BoundNamespace(namespace, shard, terms or Terms())
         await self._runner.run(operations.declare(ns), self._runner.call(None))
         return ns
 
@@ -127,6 +132,7 @@ class AsyncClient:
         keys: Sequence[bytes],
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -135,8 +141,10 @@ class AsyncClient:
     ) -> Opening[AsyncWriter]:
         """As Client.put: `async with kv.put(…) as writer`."""
         call = self._runner.call(timeout_s)
-        terms = Terms(parent, retention, hint, group)
-        operation = self._runner.writing.reserve(call, AsyncWriter, ns, Keys.of(keys), terms)
+        keys = Keys.of(keys)
+        tokens = packed_tokens(ns, keys, token_ids)
+        terms = PutTerms(parent, retention, hint, group, tokens, checked_text(text))
+        operation = self._runner.writing.reserve(call, AsyncWriter, ns, keys, terms)
 
         async def writer() -> AsyncWriter:
             made = await self._runner.run(operation, call)
@@ -152,6 +160,7 @@ class AsyncClient:
         buffers: object,
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -160,10 +169,12 @@ class AsyncClient:
     ) -> list[str]:
         """As Client.put_from; copies in a thread, which a cancelled call waits for."""
         call = self._runner.call(timeout_s)
-        terms = Terms(parent, retention, hint, group)
+        keys = Keys.of(keys)
+        tokens = packed_tokens(ns, keys, token_ids)
+        terms = PutTerms(parent, retention, hint, group, tokens, checked_text(text))
         await self._runner.prepare(call)
         operation = self._runner.writing.put_from(
-            call, ns, Keys.of(keys), buffers, terms, self._runner.lent_bytes_max
+            call, ns, keys, buffers, terms, self._runner.lent_bytes_max
         )
         return await self._runner.run(operation, call)
 
@@ -186,6 +197,13 @@ class AsyncClient:
         operation = operations.drop(ns, Keys.of(keys), tier)
         return await self._runner.run(operation, self._runner.call(timeout_s))
 
+    async def forget(
+        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> int:
+        """As Client.forget."""
+        operation = operations.forget(ns, Keys.of(keys))
+        return await self._runner.run(operation, self._runner.call(timeout_s))
+
     async def pin(
         self,
         ns: BoundNamespace,
@@ -200,15 +218,35 @@ class AsyncClient:
 
     async def prefetch(
         self,
-        ns: BoundNamespace,
-        keys: Sequence[bytes],
+        ns: BoundNamespace | None = None,
+        keys: Sequence[bytes] | None = None,
         tier: str = "dram",
         *,
+        session: str = "",
         timeout_s: float | None = None,
     ) -> int:
         """As Client.prefetch."""
-        operation = operations.prefetch(ns, Keys.of(keys), tier)
+        chain = Keys.of(keys) if keys is not None else None
+        operation = operations.prefetch(ns, chain, tier, session)
         return await self._runner.run(operation, self._runner.call(timeout_s))
+
+    async def supersede(
+        self,
+        ns: BoundNamespace,
+        old_leaf: bytes,
+        new_leaf: bytes,
+        *,
+        timeout_s: float | None = None,
+    ) -> int:
+        """As Client.supersede."""
+        operation = operations.supersede(ns, old_leaf, new_leaf)
+        return await self._runner.run(operation, self._runner.call(timeout_s))
+
+    async def serve_rebuilds(
+        self, namespaces: Sequence[BoundNamespace], handler: AsyncHandler, *, concurrency: int = 1
+    ) -> AsyncRebuildServer:
+        """As Client.serve_rebuilds; `handler` is a coroutine function, called in tasks."""
+        return await AsyncRebuildServer(self._address, namespaces, handler, concurrency).start()
 
     async def stat(
         self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from blobstore.keys import Keys
 from blobstore.layout import KVLayout, Part, Shard
 from blobstore.namespace import Namespace
+from blobstore.terms import Terms
 
 Run = tuple[int, int]
 """Start and end of consecutive bytes of a payload."""
@@ -22,6 +23,8 @@ class BoundNamespace:
 
     namespace: Namespace
     shard: Shard | None = None
+    terms: Terms = field(default=Terms(), compare=False)
+    """What each daemon that does not know the namespace yet is told beside it."""
     id: bytes = field(init=False, repr=False)
     reads: tuple[int, ...] = field(init=False, repr=False)
     """Numbers of the parts that this rank reads: all, without a shard."""

@@ -140,6 +140,7 @@ class ClientSession(Turns):
         keys: Sequence[bytes],
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -148,7 +149,7 @@ class ClientSession(Turns):
     ) -> Writer:
         """As Client.put."""
         return self._client.put(
-            ns, keys, token_ids=token_ids, parent=parent, retention=retention,
+            ns, keys, token_ids=token_ids, text=text, parent=parent, retention=retention,
             hint=self._putting(hint), group=group, timeout_s=timeout_s,
         )  # fmt: skip
 
@@ -159,6 +160,7 @@ class ClientSession(Turns):
         buffers: object,
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -167,9 +169,16 @@ class ClientSession(Turns):
     ) -> list[str]:
         """As Client.put_from."""
         return self._client.put_from(
-            ns, keys, buffers, token_ids=token_ids, parent=parent, retention=retention,
+            ns, keys, buffers, token_ids=token_ids, text=text, parent=parent, retention=retention,
             hint=self._putting(hint), group=group, timeout_s=timeout_s,
         )  # fmt: skip
+
+    def prefetch(self, *, timeout_s: float | None = None) -> int:
+        """Start to bring the context that it used last into DRAM, ahead of its next turn.
+
+        How many blobs are on their way.
+        """
+        return self._client.prefetch(session=self.session, timeout_s=timeout_s)
 
     def finish_turn(
         self,
@@ -239,6 +248,7 @@ class AsyncClientSession(Turns):
         keys: Sequence[bytes],
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -247,7 +257,7 @@ class AsyncClientSession(Turns):
     ) -> Opening[AsyncWriter]:
         """As AsyncClient.put."""
         return self._client.put(
-            ns, keys, token_ids=token_ids, parent=parent, retention=retention,
+            ns, keys, token_ids=token_ids, text=text, parent=parent, retention=retention,
             hint=self._putting(hint), group=group, timeout_s=timeout_s,
         )  # fmt: skip
 
@@ -258,6 +268,7 @@ class AsyncClientSession(Turns):
         buffers: object,
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -266,9 +277,13 @@ class AsyncClientSession(Turns):
     ) -> Coroutine[Any, Any, list[str]]:
         """As AsyncClient.put_from."""
         return self._client.put_from(
-            ns, keys, buffers, token_ids=token_ids, parent=parent, retention=retention,
+            ns, keys, buffers, token_ids=token_ids, text=text, parent=parent, retention=retention,
             hint=self._putting(hint), group=group, timeout_s=timeout_s,
         )  # fmt: skip
+
+    async def prefetch(self, *, timeout_s: float | None = None) -> int:
+        """As ClientSession.prefetch."""
+        return await self._client.prefetch(session=self.session, timeout_s=timeout_s)
 
     async def finish_turn(
         self,

@@ -16,13 +16,13 @@ from blobstore.clients.http_exchange import Exchange, HttpOperation, Transfers
 from blobstore.clients.http_landing import Landing
 from blobstore.clients.http_verbs import blob_path, hint_lines
 from blobstore.clients.lease import LeaseBase, check_size
-from blobstore.clients.operations import ask_in, hints_of
+from blobstore.clients.operations import ask_in, declaration, hints_of
 from blobstore.clients.reading import NO_ROOM
 from blobstore.clients.steps import Call, Work, ask, reason
 from blobstore.errors import BlobStoreError, ProtocolError, UnknownNamespace
 from blobstore.hint import Hint
 from blobstore.keys import Keys
-from blobstore.protocol import KEYS_MAX, Declare, Declared, Exists, Held, Leased
+from blobstore.protocol import KEYS_MAX, Declared, Exists, Held, Leased
 
 LANES = 4
 """Payloads under way at a time in one call."""
@@ -131,7 +131,7 @@ def fetch(
         if isinstance(error, UnknownNamespace) and not declared:
             declared = True
             try:
-                yield from ask(Declare(ns.namespace.encode()), Declared)
+                yield from ask(declaration(ns), Declared)
             except BlobStoreError as why:
                 return done, reason(why)
         elif error.code == NO_ROOM and (got or lanes > 1):

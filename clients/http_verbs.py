@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from typing import Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import msgspec
+import numpy as np
 
 from blobstore.clients.http_answers import decoded, error_of
 from blobstore.clients.http_exchange import Exchange
@@ -17,6 +18,7 @@ from blobstore.protocol import (
     Drop,
     Exists,
     Explain,
+    Forget,
     Held,
     Hints,
     Keyed,
@@ -26,11 +28,13 @@ from blobstore.protocol import (
     Ping,
     Pong,
     Prefetch,
+    PrefetchSession,
     Reply,
     Report,
     Request,
     Stat,
     Stats,
+    Supersede,
     Verify,
 )
 
@@ -45,6 +49,8 @@ class _Match(msgspec.Struct):
     blobs: int
     tiers: list[str]
     eta_s: float
+    rebuild_blobs: int = 0
+    rebuild_eta_s: float = 0.0
 
 
 class _Held(msgspec.Struct):
@@ -55,6 +61,16 @@ class _Count(msgspec.Struct):
     count: int
 
 
+class NoteTexts(Keyed):
+    """Which tokens (ids as u32 LE) blobs stand for that were put before; answered by Done.
+
+    Over the socket they travel with Reserve.
+    """
+
+    tokens: bytes
+    text: str = ""
+
+
 def exchange_of(request: Request) -> Exchange:
     """`request` as a request over HTTP."""
     if isinstance(request, Keyed):
@@ -63,9 +79,16 @@ def exchange_of(request: Request) -> Exchange:
         return Exchange("GET", "/healthz")
     if isinstance(request, Declare):
         kind = "application/octet-stream"
-        return Exchange("POST", "/v1/namespaces", request.namespace, kind)
+        path = f"/v1/namespaces?{urlencode(request.terms)}" if request.terms else "/v1/namespaces"
+        return Exchange("POST", path, request.namespace, kind)
     if isinstance(request, Stats):
         return Exchange("GET", "/v1/stats")
+    if isinstance(request, Supersede):
+        leaves = {"old_leaf": request.old_leaf.hex(), "new_leaf": request.new_leaf.hex()}
+        path = f"/v1/namespaces/{request.namespace_id.hex()}/supersede"
+        return Exchange("POST", path, _encode(leaves))
+    if isinstance(request, PrefetchSession):
+        return Exchange("POST", "/v1/prefetch", _encode({"session": request.session}))
     if isinstance(request, Verify):
         return Exchange("POST", "/v1/verify", _encode({"timeout_s": request.timeout_s}))
     raise AssertionError(f"{type(request).__name__} does not travel over HTTP")
@@ -73,11 +96,14 @@ def exchange_of(request: Request) -> Exchange:
 
 def reply_to(request: Request, exchange: Exchange) -> Reply:
     """The answer as the reply to `request`; raises the error that came instead."""
-    if isinstance(request, Drop | Pin | Prefetch):
+    if isinstance(request, _COUNTED):
         return Done(decoded(exchange, _Count).count)
     if isinstance(request, Match):
         found = decoded(exchange, _Match)
-        return Matched(found.blobs, found.tiers.count("dram"), found.eta_s)
+        return Matched(
+            found.blobs, found.tiers.count("dram"), found.eta_s,
+            found.rebuild_blobs, found.rebuild_eta_s,
+        )  # fmt: skip
     if isinstance(request, Exists):
         return _held(request, exchange)
     if isinstance(request, Declare):
@@ -114,6 +140,9 @@ def _keyed(request: Keyed) -> Exchange:
         body["tier"] = request.tier
     if isinstance(request, Pin):
         body["ttl_s"] = request.ttl_s
+    if isinstance(request, NoteTexts):
+        body["token_ids"] = np.frombuffer(request.tokens, "<u4").tolist()
+        body["text"] = request.text
     verb = _VERBS[type(request)]
     path = f"/v1/namespaces/{request.namespace_id.hex()}/{verb}"
     return Exchange("POST", path, _encode(body))
@@ -134,7 +163,10 @@ def _bytes_of(text: str) -> bytes:
         raise ProtocolError(f"the daemon sent no hexadecimal digits: {text[:80]!r}") from error
 
 
+_COUNTED = (Drop, Forget, Pin, Prefetch, NoteTexts, Supersede, PrefetchSession)
+"""Answered by a number alone."""
+
 _VERBS: dict[type[Keyed], str] = {
     Match: "match", Exists: "exists", Drop: "drop", Pin: "pin", Prefetch: "prefetch", Stat: "stat",
-    Explain: "explain",
+    Explain: "explain", Forget: "forget", NoteTexts: "texts",
 }  # fmt: skip

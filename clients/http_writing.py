@@ -21,20 +21,28 @@ from blobstore.clients.http_answers import error_of, result_of
 from blobstore.clients.http_exchange import Exchange, HttpOperation, Transfers
 from blobstore.clients.http_landing import Landing
 from blobstore.clients.http_reading import fetch, slot
-from blobstore.clients.http_verbs import blob_path, hint_lines
-from blobstore.clients.operations import STAT_KEYS, ask_in, hints_of
+from blobstore.clients.http_verbs import NoteTexts, blob_path, hint_lines
+from blobstore.clients.operations import STAT_KEYS, ask_in, declaration, hints_of
 from blobstore.clients.steps import Call, Work, ask, reason
 from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable, digest_of
-from blobstore.clients.writing import ORPHAN, Terms, check_parent, nothing_lent, parts_written
+from blobstore.clients.writing import (
+    ORPHAN,
+    TOKENS_MAX,
+    PutTerms,
+    check_parent,
+    nothing_lent,
+    parts_written,
+)
 from blobstore.errors import BlobStoreError, InvalidRequest, UnknownNamespace
 from blobstore.keys import Keys
-from blobstore.protocol import Declare, Declared, Report, Stat
+from blobstore.protocol import Declared, Done, Report, Stat
 
 RETENTIONS = ("volatile", "standard", DURABLE)
 """Each keeps at least as long as those before it."""
 
 _RESULTS = {201: "stored", 200: "exists", 409: "divergent"}
 _TOO_LARGE = 413
+_HELD = ("stored", "exists")
 _EXISTS, _REFUSED, _UNWRITTEN = "exists", "refused", "unwritten"
 
 W = TypeVar("W", bound=WriterBase)
@@ -53,7 +61,7 @@ class _Held:
 
 
 def reserve(
-    call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: Terms
+    call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: PutTerms
 ) -> HttpOperation[W]:
     """A writer of private memory for `keys`, which is sent when it is sealed."""
     numbers = _checked(ns, keys, terms)
@@ -73,7 +81,12 @@ def reserve(
 
 
 def put_from(
-    call: Call, ns: BoundNamespace, keys: Keys, buffers: object, terms: Terms, lent_bytes_max: int
+    call: Call,
+    ns: BoundNamespace,
+    keys: Keys,
+    buffers: object,
+    terms: PutTerms,
+    lent_bytes_max: int,
 ) -> HttpOperation[list[str]]:
     """Send all of `buffers`; the result of each blob, "refused" from the first that is.
 
@@ -106,7 +119,7 @@ class _Chain:
 
     ns: BoundNamespace
     keys: Keys
-    terms: Terms
+    terms: PutTerms
     held: Sequence[_Held | None]
     timeout_s: float
     was_held: Sequence[_Held | None] = ()
@@ -131,7 +144,24 @@ class _Chain:
                 else:
                     reasons += [why] * len(rest)
                 break
+        yield from self._tell(results)
         return results, reasons
+
+    def _tell(self, results: Sequence[str]) -> HttpOperation[None]:
+        """Say which tokens the blobs that are held now stand for; a fault changes nothing else."""
+        n = next((at for at, result in enumerate(results) if result not in _HELD), len(results))
+        if not self.terms.tokens or self.terms.retention == "volatile":
+            return
+        step = max(1, TOKENS_MAX // 2 // self.ns.tokens_per_blob)
+        for start in range(0, n, step):
+            window = range(start, min(start + step, n))
+            some = self.keys[window.start : window.stop]
+            told = self.terms.of_run(self.ns, self.keys, window)
+            request = NoteTexts(self.ns.id, some.packed, some.key_bytes, told.tokens, told.text)
+            try:
+                yield from ask_in(self.ns, request, Done)
+            except BlobStoreError:  # also where they are not those of the keys: as in place
+                return
 
     def _put_one(self, index: int, source: Source | None) -> HttpOperation[tuple[str, str]]:
         held = self.held[index]
@@ -166,7 +196,7 @@ class _Chain:
         error = _error_of(exchange)
         if isinstance(error, UnknownNamespace):  # it restarted since it was asked
             try:
-                yield from ask(Declare(self.ns.namespace.encode()), Declared)
+                yield from ask(declaration(self.ns), Declared)
             except BlobStoreError as why:
                 return _REFUSED, reason(why)
             exchange = self._exchange(index, payload)
@@ -236,7 +266,7 @@ def _on_host(buffer: Buffer) -> HttpOperation[memoryview]:
     return copied
 
 
-def _checked(ns: BoundNamespace, keys: Keys, terms: Terms) -> tuple[int, ...]:
+def _checked(ns: BoundNamespace, keys: Keys, terms: PutTerms) -> tuple[int, ...]:
     """The parts that are written, all or none; raises the caller's mistakes."""
     numbers = parts_written(ns, terms)
     check_parent(keys, terms.parent)

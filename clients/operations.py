@@ -22,6 +22,7 @@ from blobstore.protocol import (
     Drop,
     Exists,
     Explain,
+    Forget,
     Held,
     Hints,
     Keyed,
@@ -31,11 +32,13 @@ from blobstore.protocol import (
     Ping,
     Pong,
     Prefetch,
+    PrefetchSession,
     Reply,
     Report,
     Request,
     Stat,
     Stats,
+    Supersede,
     Verify,
 )
 
@@ -47,12 +50,17 @@ EXPLAIN_KEYS = 100
 R = TypeVar("R", bound=Reply)
 
 
-def ask_in(ns: BoundNamespace, request: Keyed, expected: type[R]) -> Operation[R]:
+def declaration(ns: BoundNamespace) -> Declare:
+    """What a daemon is told of `ns`."""
+    return Declare(ns.namespace.encode(), ns.terms.as_dict())
+
+
+def ask_in(ns: BoundNamespace, request: Keyed | Supersede, expected: type[R]) -> Operation[R]:
     """The reply to a request in `ns`, which is declared if this daemon does not know it yet."""
     try:
         reply = yield request
     except UnknownNamespace:
-        yield from ask(Declare(ns.namespace.encode()), Declared)
+        yield from ask(declaration(ns), Declared)
         reply = yield request
     return reply if type(reply) is expected else checked(reply, expected)
 
@@ -60,7 +68,7 @@ def ask_in(ns: BoundNamespace, request: Keyed, expected: type[R]) -> Operation[R
 def declare(ns: BoundNamespace) -> Operation[None]:
     """Tell the daemon of `ns`. If it cannot be told now, the first call that needs it will."""
     try:
-        yield from ask(Declare(ns.namespace.encode()), Declared)
+        yield from ask(declaration(ns), Declared)
     except BlobStoreError as error:
         reason(error)
 
@@ -89,7 +97,10 @@ def match(ns: BoundNamespace, keys: Keys, hint: Hint | None = None) -> Operation
         found = yield from ask_in(ns, request, Matched)
     except BlobStoreError as error:
         return Hit(0, 0, reason=reason(error))
-    return Hit(found.blobs, ns.leading_tokens(keys, found.blobs), found.warm, found.eta_s)
+    return Hit(
+        found.blobs, ns.leading_tokens(keys, found.blobs), found.warm, found.eta_s,
+        rebuildable=found.rebuild_blobs, rebuild_eta_s=found.rebuild_eta_s,
+    )  # fmt: skip
 
 
 def exists(ns: BoundNamespace, keys: Keys) -> Operation[list[bool]]:
@@ -113,6 +124,15 @@ def drop(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
     return dropped
 
 
+def forget(ns: BoundNamespace, keys: Keys) -> Operation[int]:
+    """Free blobs and erase their texts; how many. A fault is raised: it was not done."""
+    forgotten = 0
+    for some in _cut(keys, KEYS_MAX):
+        request = Forget(ns.id, some.packed, some.key_bytes)
+        forgotten += (yield from ask_in(ns, request, Done)).count
+    return forgotten
+
+
 def pin(ns: BoundNamespace, keys: Keys, ttl_s: float) -> Operation[int]:
     """Keep blobs from eviction; how many."""
     pinned = 0
@@ -121,11 +141,23 @@ def pin(ns: BoundNamespace, keys: Keys, ttl_s: float) -> Operation[int]:
     return pinned
 
 
-def prefetch(ns: BoundNamespace, keys: Keys, tier: str) -> Operation[int]:
-    """Start loads; how many blobs are on their way."""
+def prefetch(
+    ns: BoundNamespace | None, keys: Keys | None, tier: str, session: str
+) -> Operation[int]:
+    """Start loads of a chain, or of what a session used last; how many blobs are on their way."""
     if tier != "dram":
         raise InvalidRequest(f"blobs can be prefetched to dram, not to {tier!r}")
+    if session and ns is None and keys is None:
+        return _prefetch_session(session)
+    if session or ns is None or keys is None:
+        raise InvalidRequest("prefetch takes a namespace and keys, or a session and neither")
     return _done(ns, Prefetch(ns.id, keys.packed, keys.key_bytes))
+
+
+def supersede(ns: BoundNamespace, old_leaf: bytes, new_leaf: bytes) -> Operation[int]:
+    """Say that one context replaces another; how many blobs only the old one has."""
+    keys = Keys.of([old_leaf, new_leaf])
+    return _done(ns, Supersede(ns.id, keys[0], keys[1]))
 
 
 def stat(ns: BoundNamespace, keys: Keys) -> Operation[list[dict[str, Any]]]:
@@ -165,8 +197,17 @@ def _cut(keys: Keys, n: int) -> list[Keys]:
     return [keys[start : start + n] for start in range(0, len(keys), n)]
 
 
-def _done(ns: BoundNamespace, request: Keyed) -> Operation[int]:
-    if not request.keys:
+def _prefetch_session(session: str) -> Operation[int]:
+    name = Hint(session=session).session
+    try:
+        return (yield from ask(PrefetchSession(name), Done)).count
+    except BlobStoreError as error:
+        reason(error)
+        return 0
+
+
+def _done(ns: BoundNamespace, request: Keyed | Supersede) -> Operation[int]:
+    if isinstance(request, Keyed) and not request.keys:
         return 0
     try:
         done = yield from ask_in(ns, request, Done)

@@ -10,14 +10,16 @@ from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.client_session import ClientSession
 from blobstore.clients.hit import Hit
 from blobstore.clients.lease import LeaseBase
+from blobstore.clients.rebuilds import Handler, RebuildServer
 from blobstore.clients.steps import Call
 from blobstore.clients.ways import ThreadsWay, for_threads
 from blobstore.clients.writer import WriterBase
-from blobstore.clients.writing import Terms
+from blobstore.clients.writing import PutTerms, checked_text, packed_tokens
 from blobstore.hint import Hint
 from blobstore.keys import Keys
 from blobstore.layout import Shard
 from blobstore.namespace import Namespace, WriterGroup
+from blobstore.terms import Terms
 
 TIMEOUT_S = 5.0
 
@@ -46,6 +48,7 @@ class Client:
     def __init__(
         self, address: str, *, timeout_s: float = TIMEOUT_S, token: str = "", ca_file: str = ""
     ) -> None:
+        self._address = address
         self._runner = for_threads(address, timeout_s, token, ca_file)
 
     def __enter__(self) -> Self:
@@ -63,12 +66,16 @@ class Client:
         """Tells one run of the daemon from the next."""
         return self._runner.boot_id
 
-    def namespace(self, namespace: Namespace, shard: Shard | None = None) -> BoundNamespace:
+    def namespace(
+        self, namespace: Namespace, shard: Shard | None = None, *, terms: Terms | None = None
+    ) -> BoundNamespace:
         """What all calls name: a namespace, and optionally this rank's share of its blobs.
 
-        It is declared to this daemon, and to each later one that does not know it.
+        It is declared to this daemon, and to each later one that does not know it. `terms`
+        change what is kept of its tokens and how its blobs come back; they hold for all who
+        use it, until others are told.
         """
-        ns = BoundNamespace(namespace, shard)
+        ns = BoundNamespace(namespace, shard, terms or Terms())
         self._runner.run(operations.declare(ns), self._runner.call(None))
         return ns
 
@@ -147,6 +154,7 @@ class Client:
         keys: Sequence[bytes],
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -159,11 +167,15 @@ class Client:
         `parent` is the key that the first one continues (None: it is a root).
         `retention` is "volatile", "standard" or "durable": on SSD by the end of the
         block, or the block raises. Ranks that fill blobs together name their `group`.
-        `token_ids` are not stored by this version. Waits for room until the deadline.
+        `token_ids` of the blobs are kept as the namespace's terms say, so that a model runner
+        can make them again; `text`, up to 1 MiB, is kept with the first of them where these
+        are "text". Waits for room until the deadline.
         """
         call = self._runner.call(timeout_s)
-        terms = Terms(parent, retention, hint, group)
-        operation = self._runner.writing.reserve(call, Writer, ns, Keys.of(keys), terms)
+        keys = Keys.of(keys)
+        tokens = packed_tokens(ns, keys, token_ids)
+        terms = PutTerms(parent, retention, hint, group, tokens, checked_text(text))
+        operation = self._runner.writing.reserve(call, Writer, ns, keys, terms)
         writer = self._runner.run(operation, call)
         writer._runner, writer._timeout_s = self._runner, timeout_s
         return writer
@@ -175,6 +187,7 @@ class Client:
         buffers: object,
         *,
         token_ids: object = None,
+        text: str = "",
         parent: bytes | None = None,
         retention: str = "standard",
         hint: Hint | None = None,
@@ -187,9 +200,11 @@ class Client:
         first blob that is refused, all are.
         """
         call = self._runner.call(timeout_s)
-        terms = Terms(parent, retention, hint, group)
+        keys = Keys.of(keys)
+        tokens = packed_tokens(ns, keys, token_ids)
+        terms = PutTerms(parent, retention, hint, group, tokens, checked_text(text))
         operation = self._runner.writing.put_from(
-            call, ns, Keys.of(keys), buffers, terms, self._runner.lent_bytes_max
+            call, ns, keys, buffers, terms, self._runner.lent_bytes_max
         )
         return self._runner.run(operation, call)
 
@@ -216,6 +231,17 @@ class Client:
         operation = operations.drop(ns, Keys.of(keys), tier)
         return self._runner.run(operation, self._runner.call(timeout_s))
 
+    def forget(
+        self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None
+    ) -> int:
+        """As `drop`, and erase what is known of their tokens, and of all that continue them.
+
+        How many blobs had bytes or a text. Other than a drop it raises what kept it from being
+        done: until it returns, something may be left.
+        """
+        operation = operations.forget(ns, Keys.of(keys))
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
     def pin(
         self,
         ns: BoundNamespace,
@@ -230,15 +256,52 @@ class Client:
 
     def prefetch(
         self,
-        ns: BoundNamespace,
-        keys: Sequence[bytes],
+        ns: BoundNamespace | None = None,
+        keys: Sequence[bytes] | None = None,
         tier: str = "dram",
+        *,
+        session: str = "",
+        timeout_s: float | None = None,
+    ) -> int:
+        """Start to bring leading blobs into DRAM; how many are on their way.
+
+        Or those of the context that a `session` used last, as hints have named it: `ns` and
+        `keys` are left out then.
+        """
+        chain = Keys.of(keys) if keys is not None else None
+        operation = operations.prefetch(ns, chain, tier, session)
+        return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def supersede(
+        self,
+        ns: BoundNamespace,
+        old_leaf: bytes,
+        new_leaf: bytes,
         *,
         timeout_s: float | None = None,
     ) -> int:
-        """Start to bring leading blobs into DRAM; how many are on their way."""
-        operation = operations.prefetch(ns, Keys.of(keys), tier)
+        """The context that ends at `old_leaf` goes on as the one that ends at `new_leaf`.
+
+        After a compaction: both keys are of the last blob, and both contexts are stored. What
+        only the old one has leaves DRAM and SSD before anything else, after a grace period and
+        when room is needed; what others share with it stays. How many blobs that is. A get, a
+        prefetch or a put that goes on from there takes it back for the blobs that it is about,
+        and so does superseding the new context by the old one.
+        """
+        operation = operations.supersede(ns, old_leaf, new_leaf)
         return self._runner.run(operation, self._runner.call(timeout_s))
+
+    def serve_rebuilds(
+        self, namespaces: Sequence[BoundNamespace], handler: Handler, *, concurrency: int = 1
+    ) -> RebuildServer:
+        """Be the model runner of `namespaces`: compute blobs anew when they are wanted.
+
+        `handler` is called with each RebuildJob in a thread, `concurrency` at once, until the
+        server that this returns is closed. It has a connection of its own, and outlives this
+        client. Raises InvalidRequest (a namespace that nobody declared, an HTTP address) and
+        Unavailable.
+        """
+        return RebuildServer(self._address, namespaces, handler, concurrency)
 
     def stat(
         self, ns: BoundNamespace, keys: Sequence[bytes], *, timeout_s: float | None = None

@@ -18,7 +18,7 @@ from blobstore.clients.lease import LeaseBase
 from blobstore.clients.runner import Runner
 from blobstore.clients.steps import Call
 from blobstore.clients.writer import WriterBase
-from blobstore.clients.writing import Terms
+from blobstore.clients.writing import PutTerms
 from blobstore.errors import InvalidRequest
 from blobstore.hint import Hint
 from blobstore.keys import Keys
@@ -63,7 +63,7 @@ class Writing(Protocol):
     """How payloads go: the modules `writing` and `http_writing`."""
 
     def reserve(
-        self, call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: Terms
+        self, call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: PutTerms
     ) -> Steps[W]:
         """A writer for `keys`."""
 
@@ -73,7 +73,7 @@ class Writing(Protocol):
         ns: BoundNamespace,
         keys: Keys,
         buffers: object,
-        terms: Terms,
+        terms: PutTerms,
         lent_bytes_max: int,
     ) -> Steps[list[str]]:
         """What became of each of `buffers`."""

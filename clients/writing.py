@@ -17,29 +17,82 @@ from blobstore.clients.windows import windows
 from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable
 from blobstore.errors import BlobStoreError, InvalidRequest
 from blobstore.hint import Hint
-from blobstore.keys import Keys
+from blobstore.keys import Keys, packed_ids
 from blobstore.namespace import WriterGroup
-from blobstore.protocol import NO_EXTENT, Reserve, Reserved
+from blobstore.protocol import KEYS_MAX, NO_EXTENT, Reserve, Reserved
 
 W = TypeVar("W", bound=WriterBase)
 
 
+TOKENS_MAX = 1 << 20
+"""Whose ids go with one request."""
+TEXT_BYTES_MAX = 1 << 20
+_ID_BYTES = 4
+
+
 @dataclass(frozen=True, slots=True)
-class Terms:
+class PutTerms:
     """How blobs are put: what the first one continues, and what is to become of them."""
 
     parent: bytes | None
     retention: str
     hint: Hint | None
     group: WriterGroup | None
+    tokens: bytes = b""
+    """Ids of all blobs as u32 LE, if they are told."""
+    text: str = ""
+
+    def of_run(self, ns: BoundNamespace, keys: Keys, window: range) -> PutTerms:
+        """The same for some of the blobs, of which `keys` are all."""
+        if not window.start:
+            parent, text = self.parent, self.text
+        else:
+            parent, text = keys[window.start - 1], ""
+        run = slice(*(at * ns.tokens_per_blob * _ID_BYTES for at in (window.start, window.stop)))
+        return replace(self, parent=parent, tokens=self.tokens[run], text=text)
+
+
+def packed_tokens(ns: BoundNamespace, keys: Keys, token_ids: object) -> bytes:
+    """The ids of what `keys` stand for, as u32 LE; b"" if they are not told (None).
+
+    Ids of a last run that `keys` leave out, as `ns.keys` does without `tail`, may follow.
+    Raises InvalidRequest for another number of them.
+    """
+    if token_ids is None or not keys:
+        return b""
+    ids = packed_ids(token_ids)
+    wanted = ns.leading_tokens(keys, len(keys))
+    spare = 0 if keys.tail_tokens else ns.tokens_per_blob - 1
+    if not wanted <= ids.nbytes // _ID_BYTES <= wanted + spare:
+        raise InvalidRequest(
+            f"{ids.nbytes // _ID_BYTES} token ids for {len(keys)} blobs of {wanted} tokens: "
+            "give those of the blobs that are put"
+        )
+    return bytes(ids[: wanted * _ID_BYTES])
+
+
+def checked_text(text: str) -> str:
+    """`text`, or InvalidRequest if it cannot be kept."""
+    try:
+        nbytes = len(text.encode())
+    except (AttributeError, UnicodeEncodeError) as error:
+        raise InvalidRequest(f"a text is a str of whole characters, found {error}") from error
+    if nbytes > TEXT_BYTES_MAX:
+        raise InvalidRequest(f"a text of {nbytes} bytes: {TEXT_BYTES_MAX} are kept at most")
+    return text
 
 
 def reserve(
-    call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: Terms
+    call: Call, kind: type[W], ns: BoundNamespace, keys: Keys, terms: PutTerms
 ) -> Operation[W]:
     """A writer for `keys`; after a fault, one that has nothing to write to but its own memory."""
     numbers = parts_written(ns, terms)
     check_parent(keys, terms.parent)
+    if len(terms.tokens) > TOKENS_MAX * _ID_BYTES:
+        raise InvalidRequest(
+            f"{len(terms.tokens) // _ID_BYTES} token ids in a put that takes {TOKENS_MAX}: put the "
+            "context in several runs, or with put_from"
+        )
     if not keys or not numbers:
         nothing = nothing_lent(len(keys), NO_PARTS)
         return kind(ns, keys, numbers, terms.retention, None, nothing)
@@ -52,7 +105,12 @@ def reserve(
 
 
 def put_from(
-    call: Call, ns: BoundNamespace, keys: Keys, buffers: object, terms: Terms, lent_bytes_max: int
+    call: Call,
+    ns: BoundNamespace,
+    keys: Keys,
+    buffers: object,
+    terms: PutTerms,
+    lent_bytes_max: int,
 ) -> Operation[list[str]]:
     """Put all of `buffers`; the result of each blob, "refused" from the first that is.
 
@@ -65,17 +123,17 @@ def put_from(
     results: list[str] = []
     reasons: list[str] = []
     sealing: _Sealing | None = None
-    for window in windows(share.blob_sizes, lent_bytes_max):
+    blobs_max = max(1, TOKENS_MAX // ns.tokens_per_blob) if terms.tokens else KEYS_MAX
+    for window in windows(share.blob_sizes, lent_bytes_max, blobs_max):
         chunk = keys[window.start : window.stop]
-        if window.start:
-            terms = replace(terms, parent=keys[window.start - 1])
-        writer = yield from reserve(call, WriterBase, ns, chunk, terms)
+        run = terms.of_run(ns, keys, window)
+        writer = yield from reserve(call, WriterBase, ns, chunk, run)
         if sealing is not None and writer.reasons[0] == ORPHAN:
             # The parent is being sealed; this daemon wants to see it first.
             writer.abort()
             yield from sealing.finish(results, reasons)
             sealing = None
-            writer = yield from reserve(call, WriterBase, ns, chunk, terms)
+            writer = yield from reserve(call, WriterBase, ns, chunk, run)
         yield Work(partial(_fill, writer, window, share, sources))
         if sealing is not None:
             yield from sealing.finish(results, reasons)
@@ -117,7 +175,7 @@ def _fill(writer: WriterBase, window: range, share: Share, sources: Sequence[Buf
         writer._fill(number, sources[index], share.runs(index))
 
 
-def parts_written(ns: BoundNamespace, terms: Terms) -> tuple[int, ...]:
+def parts_written(ns: BoundNamespace, terms: PutTerms) -> tuple[int, ...]:
     """The parts that are written: a rank's own only together with the others of its group."""
     numbers = ns.writes
     if terms.group is None and len(numbers) < ns.layout.n_parts:
@@ -135,7 +193,7 @@ def check_parent(keys: Keys, parent: bytes | None) -> None:
 
 
 def _request(
-    call: Call, ns: BoundNamespace, keys: Keys, numbers: tuple[int, ...], terms: Terms
+    call: Call, ns: BoundNamespace, keys: Keys, numbers: tuple[int, ...], terms: PutTerms
 ) -> Reserve:
     group = terms.group
     return Reserve(
@@ -150,6 +208,8 @@ def _request(
         group.epoch if group is not None else 0,
         list(numbers) if group is not None else [],
         hints_of(terms.hint),
+        terms.tokens,
+        terms.text,
     )
 
 

@@ -84,6 +84,10 @@ def _where(facts: Facts) -> Iterator[str]:
         since = f"for {duration(ago_s)}" if ago_s is not None else "since before what is remembered"
         yield f"{_IN.get(tier, tier)} {since}"
     yield f"used {duration(facts['idle_s'])} ago"
+    first_in_s = facts["standing"].get("first_in_s")
+    if first_in_s is not None:
+        when = f" in {duration(first_in_s)}" if first_in_s else ""
+        yield f"its context goes on as another one: unless it is used it leaves first{when}"
 
 
 def _since(tier: str, story: Sequence[Facts]) -> float | None:
@@ -214,6 +218,8 @@ def _without_ssd(facts: Facts) -> str:
     if "ssd" not in facts["next"]:
         return "its bytes are dropped then: there is no SSD tier"
     standing = facts["standing"]
+    if standing.get("first_in_s") == 0:
+        return "its bytes are dropped then: its context goes on as another one"
     if facts["dirty"] or standing.get("coming"):
         return "it is being written to SSD"
     if standing.get("refused_ago_s") is not None:

@@ -183,7 +183,7 @@ class Blobs:
         reservation = await self._store.writers.reserve(
             context.holder, ns, [terms.key],
             parent_key=terms.parent, tail_tokens=terms.tail_tokens, retention=terms.retention,
-            timeout_s=terms.timeout_s, hint=terms.hint,
+            timeout_s=terms.timeout_s, hint=terms.hint, job=terms.job,
         )  # fmt: skip
         try:
             slot = reservation.slots[0]
@@ -308,6 +308,8 @@ class _Terms:
     must_be_new: bool
     timeout_s: float
     hint: Hint | None
+    job: int
+    """The rebuild that it is part of; 0 if none."""
 
 
 def _terms(request: web.Request, ns: NamespaceState) -> _Terms:
@@ -325,6 +327,7 @@ def _terms(request: web.Request, ns: NamespaceState) -> _Terms:
         must_be_new=conditions.must_be_new(request.headers),
         timeout_s=seconds_of(request, PUT_TIMEOUT_S),
         hint=hint_of(request),
+        job=whole_of(request, "job", 0, 0, (1 << 63) - 1),
     )
     bodies.refuse_encodings(request)
     if "Content-Range" in request.headers:

@@ -25,7 +25,9 @@ from blobstore.http.blobs import Blobs
 from blobstore.http.context import Context
 from blobstore.http.listen import Address, Names, bind, joined
 from blobstore.http.operations import Operations
+from blobstore.http.rebuilders import Rebuilders
 from blobstore.http.sending import send_answer
+from blobstore.http.texts import TextVerbs
 from blobstore.http.tokens import Tokens
 from blobstore.http.verbs import Verbs
 from blobstore.latencies import Latencies
@@ -92,6 +94,7 @@ class HttpDoor:
             {"http": lambda: self.n_connections, **(connections or {})},
         )
         self._blobs = Blobs(self._context)
+        self._rebuilders = Rebuilders(self._context)
         self._runner: web.AppRunner | None = None
         self._acceptor: Acceptor | None = None
         self._address = ""
@@ -135,6 +138,7 @@ class HttpDoor:
         watches it learns that the daemon is stopping.
         """
         self._draining.set()
+        await self._rebuilders.close()
         if self._watch is not None:
             self._watch.cancel()
         for connection in self._connections():
@@ -176,6 +180,8 @@ class HttpDoor:
         app[room.KEY] = self._room
         app.add_routes(self._blobs.routes())
         app.add_routes(Verbs(self._context, self._draining).routes())
+        app.add_routes(TextVerbs(self._context).routes())
+        app.add_routes(self._rebuilders.routes())
         app.add_routes(openapi.routes())
         app.add_routes(self._operations.routes())
         return app

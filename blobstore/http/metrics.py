@@ -19,6 +19,8 @@ from prometheus_client.registry import Collector
 
 from blobstore.http.families import PREFIX, One, Split, Tree, buckets, family, ones, splits
 from blobstore.http.loop_lag import LoopLag
+from blobstore.http.rebuild_metrics import REBUILD_ONES, REBUILD_SPLITS
+from blobstore.http.text_metrics import TEXT_ONES
 from blobstore.http.tiering_metrics import tiering_metrics
 from blobstore.latencies import Latencies
 from blobstore.store import Store
@@ -28,7 +30,7 @@ OPENMETRICS = "application/openmetrics-text"
 OPENMETRICS_TYPE = f"{OPENMETRICS}; version=1.0.0; charset=utf-8"
 TEXT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-ORIGINS = ("dram", "ssd", "writer")
+ORIGINS = ("dram", "ssd", "writer", "rebuild")
 
 ONES = (
     One("uptime_seconds", "uptime_s", "Seconds since the store was opened."),
@@ -60,6 +62,8 @@ ONES = (
     One("loads", "mover.loads", "Loads from SSD in progress."),
     One("delayed_puts_total", "mover.puts_waited", "Puts that waited for room in DRAM."),
     One("sessions", "sessions.known", "Sessions that are known."),
+    One("superseded_blobs", "superseded.blobs", "Blobs of contexts that clients have replaced."),
+    One("superseded_branches", "superseded.branches", "Branches that these make up."),
     One("uses_waiting", "uses.waiting", "Uses that the policy has yet to be told of."),
     One("uses_told_total", "uses.told", "Uses that the policy was told of."),
     One("uses_lost_total", "uses.lost", "Uses that it was not told of: too many at once."),
@@ -214,7 +218,8 @@ class _StoreCollector(Collector):
         stats = self._store.stats()
         yield _boot(stats)
         yield from ones(stats, ONES)
-        yield from splits(stats, SPLITS)
+        yield from ones(stats, (*TEXT_ONES, *REBUILD_ONES))
+        yield from splits(stats, (*SPLITS, *REBUILD_SPLITS))
         yield from _tiers(stats["tiers"])
         yield from tiering_metrics(stats)
 

@@ -14,10 +14,12 @@ from aiohttp import web
 from blobstore import __version__
 from blobstore.fields import MAX_TEXT_BYTES
 from blobstore.http.answers import answer
+from blobstore.http.texts import TOKENS_MAX
 from blobstore.keys import KEY_BYTES_MAX, KEY_BYTES_MIN
 from blobstore.layout import MAX_PAYLOAD_BYTES
 from blobstore.namespace import MAX_TOKENS_PER_BLOB
 from blobstore.protocol import KEYS_MAX
+from blobstore.terms import DIVERGENCE, RECALL, TEXT
 
 Tree = dict[str, Any]
 
@@ -179,6 +181,15 @@ _HINT: Tree = _object(
 ) | {"description": "What the call is for; never changes what it returns."}
 _TIMEOUT: Tree = {"type": "number", "minimum": 0, "maximum": 3600}
 
+_TERMS: Tree = {
+    "text": {"enum": list(TEXT), "description": "What is kept of the tokens of blobs."},
+    "recall": {"enum": list(RECALL), "description": "How blobs come back that left DRAM."},
+    "divergence": {
+        "enum": list(DIVERGENCE),
+        "description": "What becomes of rebuilt blobs that differ.",
+    },
+}
+
 _SCHEMAS: Tree = {
     "Key": _HEX,
     "Error": _object(
@@ -194,6 +205,8 @@ _SCHEMAS: Tree = {
             "revision": {"type": "string", "maxLength": MAX_TEXT_BYTES},
             "salt": {"type": "string", "maxLength": MAX_TEXT_BYTES},
             "tokens_per_blob": {"type": "integer", "minimum": 1, "maximum": MAX_TOKENS_PER_BLOB},
+            "hash_scheme": {"type": "string", "minLength": 1, "maxLength": MAX_TEXT_BYTES},
+            "terms": _object({}, _TERMS, closed=True),
         },
         closed=True,
     ),
@@ -229,7 +242,7 @@ _COUNTED = _json("How many blobs it took effect on.", _ref("Count"))
 
 _BLOB_HEADERS: Tree = {
     "ETag": {"schema": _TEXT, "required": True, "description": "The digest of the blob."},
-    "X-Blobstore-Tier": {"schema": {"enum": ["dram", "ssd", "writer"]}},
+    "X-Blobstore-Tier": {"schema": {"enum": ["dram", "ssd", "writer", "rebuild"]}},
     "X-Blobstore-Tokens": {"schema": _TEXT},
 }
 
@@ -313,6 +326,7 @@ _PUT = _operation(
         _query("retention", "", {"enum": ["volatile", "standard", "durable"]}),
         _query("tokens", "Of a partial last blob.", {"type": "integer", "minimum": 1}),
         _query("timeout_s", "How long to wait for room.", _TIMEOUT),
+        _query("job", "Of a runner that rebuilds it.", {"type": "integer", "minimum": 0}),
         _header("Repr-Digest", "sha-256=:BASE64: is checked before anything is stored."),
         _header("If-None-Match", "*: 412 if the key is held."),
         _header("If-Match", "412 unless the blob that is held has one of these tags."),
@@ -338,6 +352,10 @@ _PATHS: Tree = {
             "declare",
             "Declare a namespace; again is harmless.",
             _answers({200: _json("It is declared.", _DECLARED)}, 400, 401, 403, 413, 415),
+            parameters=[
+                _query(name, schema["description"], {"enum": schema["enum"]})
+                for name, schema in _TERMS.items()
+            ],
             body=_body(
                 json=_ref("Namespace"),
                 octets={"type": "string", "format": "binary", "description": "Canonical bytes."},
@@ -381,8 +399,18 @@ _PATHS: Tree = {
         "match",
         "How many leading keys are held.",
         _json(
-            "The tier of each of them; `eta_s` is how long a get of all would take.",
-            _object({"blobs": _COUNT, "tokens": _COUNT, "tiers": _list(_TEXT), "eta_s": _NUMBER}),
+            "The tier of each of them; `eta_s` is how long a get of all would take. So many "
+            "further ones could be rebuilt, in that time (0: not known yet).",
+            _object(
+                {
+                    "blobs": _COUNT,
+                    "tokens": _COUNT,
+                    "tiers": _list(_TEXT),
+                    "eta_s": _NUMBER,
+                    "rebuild_blobs": _COUNT,
+                    "rebuild_eta_s": _NUMBER,
+                }
+            ),
         ),
         {
             "tail_tokens": _COUNT | {"description": "Of a partial last blob, else 0."},
@@ -406,6 +434,25 @@ _PATHS: Tree = {
         keys=_list(_ref("Key"), minItems=1, maxItems=100),
     ),
     f"{_ONE}/prefetch": _batch("prefetch", "Start to bring blobs into DRAM.", _COUNTED),
+    f"{_ONE}/supersede": {
+        "parameters": [_NS],
+        "post": _operation(
+            "supersede",
+            "Let what only one context has leave first: it goes on as another.",
+            _answers({200: _COUNTED}, 400, 401, 403, 404, 413, 415),
+            body=_body(
+                json=_object({"old_leaf": _ref("Key"), "new_leaf": _ref("Key")}, closed=True)
+            ),
+        ),
+    },
+    "/v1/prefetch": {
+        "post": _operation(
+            "prefetch_session",
+            "Start to bring the context of a session into DRAM.",
+            _answers({200: _COUNTED}, 400, 401, 403, 413, 415),
+            body=_body(json=_object({"session": _HINT_TEXT | {"minLength": 1}}, closed=True)),
+        )
+    },
     f"{_ONE}/pin": _batch(
         "pin",
         "Keep blobs from eviction; 0 seconds end it.",
@@ -418,6 +465,48 @@ _PATHS: Tree = {
         _COUNTED,
         {"tier": {"enum": ["", "dram"], "description": "dram: copies in DRAM alone."}},
     ),
+    f"{_ONE}/texts": _batch(
+        "texts",
+        "Keep the tokens of blobs that were put: those of all keys, one after the other.",
+        _COUNTED,
+        {"text": {"type": "string", "description": "The caller's, of 1 MiB at most."}},
+        token_ids=_list(
+            {"type": "integer", "minimum": 0, "maximum": (1 << 32) - 1},
+            minItems=1,
+            maxItems=TOKENS_MAX,
+        ),
+    ),
+    f"{_ONE}/forget": _batch(
+        "forget", "Free blobs and all that continue them, and erase their tokens.", _COUNTED
+    ),
+    f"{_ONE}/rebuilders": {
+        "parameters": [_NS],
+        "post": _operation(
+            "rebuilders",
+            "Have blobs that are to be rebuilt posted to a URL, for so long; 0 seconds end it.",
+            _answers(
+                {200: _json("It is registered.", _object({"runner": _COUNT, "ttl_s": _NUMBER}))},
+                400,
+                401,
+                403,
+                404,
+                413,
+                415,
+                503,
+            ),
+            body=_body(
+                json=_object(
+                    {"url": {"type": "string", "maxLength": 2048}},
+                    {
+                        "concurrency": {"type": "integer", "minimum": 1, "maximum": 256},
+                        "ttl_s": {"type": "number", "minimum": 0, "maximum": 86400},
+                        "blob_bytes": {"type": ["integer", "null"]},
+                    },
+                    closed=True,
+                )
+            ),
+        ),
+    },
     "/v1/stats": {
         "get": _operation(
             "stats",

@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from blobstore.errors import InvalidRequest
-from blobstore.hint import Hint
+from blobstore.hint import MAX_TEXT_BYTES, Hint
 from blobstore.http import bodies
 from blobstore.http.answers import Refusal, answer, answer_list, encoded
 from blobstore.http.context import Context, bounded, hex_bytes, require, unpacked, whole_of
@@ -18,8 +18,9 @@ from blobstore.http.tokens import Right, Token
 from blobstore.index import NamespaceState
 from blobstore.keys import KEY_BYTES_MAX
 from blobstore.layout import KVLayout
-from blobstore.namespace import Namespace
+from blobstore.namespace import HASH_SCHEME, Namespace
 from blobstore.protocol import KEYS_MAX
+from blobstore.terms import Terms
 
 ROOT = "/v1/namespaces"
 PIN_MAX_S = 30 * 86400.0
@@ -80,14 +81,29 @@ class Drop(msgspec.Struct, forbid_unknown_fields=True):
     tier: str = ""
 
 
+class Succession(msgspec.Struct, forbid_unknown_fields=True):
+    """One context goes on as another: keys of their last blobs."""
+
+    old_leaf: Hex
+    new_leaf: Hex
+
+
+class SessionNamed(msgspec.Struct, forbid_unknown_fields=True):
+    """A session, as hints have named it."""
+
+    session: Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_TEXT_BYTES)]
+
+
 class Declaration(msgspec.Struct, forbid_unknown_fields=True):
-    """A namespace of blobs of `opaque_bytes` without structure."""
+    """A namespace of blobs of `opaque_bytes` without structure; `terms` change what holds."""
 
     model: str
     opaque_bytes: int
     revision: str = ""
     salt: str = ""
     tokens_per_blob: int = 256
+    hash_scheme: str = HASH_SCHEME
+    terms: dict[str, str] = {}
 
 
 class Verification(msgspec.Struct, forbid_unknown_fields=True):
@@ -116,6 +132,8 @@ class Verbs:
             f"{one}/prefetch": self.prefetch,
             f"{one}/pin": self.pin,
             f"{one}/drop": self.drop,
+            f"{one}/supersede": self.supersede,
+            "/v1/prefetch": self.prefetch_session,
             "/v1/verify": self.verify,
         }
         gets = {
@@ -134,21 +152,26 @@ class Verbs:
         """Declare a namespace."""
         context = self._context
         token = context.bearer(request)
+        terms = Terms.from_dict(dict(request.query))
         if request.content_type == "application/octet-stream":
             encoded = await bodies.read_small(request, NAMESPACE_BYTES_MAX, context.io_timeout_s)
             namespace = Namespace.decode(encoded)
         else:
             asked = await bodies.read_json(request, Declaration, context.io_timeout_s)
+            terms = Terms.from_dict(asked.terms).over(terms)
             namespace = Namespace(
                 model=asked.model,
                 layout=KVLayout.opaque(asked.opaque_bytes),
                 revision=asked.revision,
                 salt=asked.salt,
                 tokens_per_blob=asked.tokens_per_blob,
+                hash_scheme=asked.hash_scheme,
             )
         if not token.sees(namespace.model):
             raise Refusal(403, "forbidden", "the token has no rights on namespaces of this model")
-        await self._store.declare(namespace.encode())
+        if terms != Terms():
+            require(token, Right.WRITE)
+        await self._store.declare(namespace.encode(), terms)
         return answer(
             {
                 "id": namespace.id.hex(),
@@ -184,13 +207,24 @@ class Verbs:
         if asked.tail_tokens >= per_blob:
             raise InvalidRequest(f"tail of {asked.tail_tokens} tokens in blobs of {per_blob}")
         hint = Hint(**msgspec.structs.asdict(asked.hint))
-        keys, key_bytes = await _unpacked(asked.keys)
+        keys, key_bytes = await unpacked_keys(asked.keys)
         n, warm, eta_s = self._store.match(ns.id, keys, key_bytes, hint=hint)
         tokens = n * per_blob
         if n == len(asked.keys) and asked.tail_tokens:
             tokens -= per_blob - asked.tail_tokens
         tiers = ["dram"] * warm + ["ssd"] * (n - warm)
-        return answer({"blobs": n, "tokens": tokens, "tiers": tiers, "eta_s": eta_s})
+        further = self._store.text_calls.rebuildable(ns.id, keys, key_bytes, n)
+        rebuild_blobs, rebuild_eta_s = await further if further is not None else (0, 0.0)
+        return answer(
+            {
+                "blobs": n,
+                "tokens": tokens,
+                "tiers": tiers,
+                "eta_s": eta_s,
+                "rebuild_blobs": rebuild_blobs,
+                "rebuild_eta_s": rebuild_eta_s,
+            }
+        )
 
     async def exists(self, request: web.Request) -> web.StreamResponse:
         """Which keys are held, each for itself."""
@@ -213,7 +247,7 @@ class Verbs:
         """Why each blob is where it is."""
         ns = self._context.namespace(request, Right.READ)
         asked = await self._body(request, Explanation)
-        keys, key_bytes = await _unpacked(asked.keys)
+        keys, key_bytes = await unpacked_keys(asked.keys)
         told = self._store.explain(ns.id, keys, key_bytes)
         if not self._context.bearer(request).sees_all:
             for about in told:  # whose turn it is next may be others' blobs
@@ -225,11 +259,27 @@ class Verbs:
         ns, (keys, key_bytes) = await self._chain(request, Right.READ)
         return answer({"count": self._store.prefetch(ns.id, keys, key_bytes)})
 
+    async def prefetch_session(self, request: web.Request) -> web.StreamResponse:
+        """Start to bring a session's context into DRAM; 0 for what the token may not see."""
+        token = self._context.bearer(request)
+        require(token, Right.READ)
+        session = Hint(session=(await self._body(request, SessionNamed)).session).session
+        ns = await self._store.contexts.namespace_of(session)
+        seen = ns is not None and token.sees(ns.namespace.model)
+        return answer({"count": await self._store.contexts.prefetch(session) if seen else 0})
+
+    async def supersede(self, request: web.Request) -> web.StreamResponse:
+        """Let what only one context has leave before anything else: it goes on as another."""
+        ns = self._context.namespace(request, Right.WRITE)
+        asked = await self._body(request, Succession)
+        old, new = (hex_bytes(leaf, "a key") for leaf in (asked.old_leaf, asked.new_leaf))
+        return answer({"count": await self._store.contexts.supersede(ns, old, new)})
+
     async def pin(self, request: web.Request) -> web.StreamResponse:
         """Keep blobs from eviction for a time."""
         ns = self._context.namespace(request, Right.WRITE)
         asked = await self._body(request, Pin)
-        keys, key_bytes = await _unpacked(asked.keys)
+        keys, key_bytes = await unpacked_keys(asked.keys)
         ttl_s = bounded(asked.ttl_s, "ttl_s", PIN_MAX_S)
         count = 0
         async for some in _in_turns(keys, key_bytes):
@@ -240,7 +290,7 @@ class Verbs:
         """Free blobs and all that continue them."""
         ns = self._context.namespace(request, Right.ADMIN)
         asked = await self._body(request, Drop)
-        keys, key_bytes = await _unpacked(asked.keys)
+        keys, key_bytes = await unpacked_keys(asked.keys)
         count = 0
         async for some in _in_turns(keys, key_bytes, from_end=asked.tier == "dram"):
             count += self._store.drop(ns.id, some, key_bytes, asked.tier)
@@ -278,7 +328,7 @@ class Verbs:
         self, request: web.Request, right: Right
     ) -> tuple[NamespaceState, tuple[bytes, int]]:
         ns = self._context.namespace(request, right)
-        return ns, await _unpacked((await self._body(request, Chain)).keys)
+        return ns, await unpacked_keys((await self._body(request, Chain)).keys)
 
 
 async def _in_turns(keys: bytes, key_bytes: int, *, from_end: bool = False) -> AsyncIterator[bytes]:
@@ -290,7 +340,8 @@ async def _in_turns(keys: bytes, key_bytes: int, *, from_end: bool = False) -> A
         await asyncio.sleep(0)
 
 
-async def _unpacked(keys: list[str]) -> tuple[bytes, int]:
+async def unpacked_keys(keys: list[str]) -> tuple[bytes, int]:
+    """Keys of one call, packed, and how long each is."""
     if len(keys) <= INLINE_KEYS:
         return unpacked(keys, "a key")
     return await asyncio.get_running_loop().run_in_executor(None, unpacked, keys, "a key")

@@ -168,7 +168,9 @@ class TestResults:
     def test_hints_and_token_ids_change_nothing(
         self, kv: Any, ns: BoundNamespace, keys: Keys, contents: list[bytes]
     ) -> None:
-        ids: list[Any] = [None, [1, 2], np.arange(N), array("I", [1]), ()]
+        ids: list[Any] = [
+            None, [1] * TOKENS, np.arange(TOKENS), array("I", [1] * TOKENS), (1,) * TOKENS,
+        ]  # fmt: skip
         hint = Hint(session="s", turn=3, kind="subagent", finish="tool_use")
         for at, token_ids in enumerate(ids):
             parent = keys[at - 1] if at else None
@@ -176,7 +178,7 @@ class TestResults:
                 ns, keys[at : at + 1], contents[at : at + 1],
                 token_ids=token_ids, parent=parent, hint=hint,
             ) == ["stored"]  # fmt: skip
-        with kv.put(ns, keys[5:], token_ids=[1], parent=keys[4], hint=hint) as writer:
+        with kv.put(ns, keys[5:], token_ids=range(TOKENS), parent=keys[4], hint=hint) as writer:
             writer[0][:] = contents[5]
         assert right(kv, ns, keys, contents)
 

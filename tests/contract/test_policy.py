@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 
 from blobstore.bench.trace import made_trace
 from blobstore.tiering import lru_k
+from blobstore.tiering.first_out import FirstOut
+from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.plan import POLICY_NAMES, Plan, PlanSettings, make_plan
 from blobstore.tiering.policies import POLICIES
 from blobstore.tiering.policy import Policy, Terms, Use
@@ -66,9 +68,16 @@ def _maker(name: str) -> MakePolicy:
     return lambda: POLICIES[name](Terms(CAPACITY_BYTES, _identity))
 
 
-MAKERS: dict[str, MakePolicy] = {name: _maker(name) for name in POLICIES} | {
-    f"plan {name}": partial(_Planned, name) for name in POLICY_NAMES[:2]
-}
+def _first_out() -> Policy[Any]:
+    """Half of the items go before the others."""
+    return FirstOut(LeafLru(), lambda item: 0.0 if _identity(item) % 2 else None, lambda: 1.0)
+
+
+MAKERS: dict[str, MakePolicy] = (
+    {name: _maker(name) for name in POLICIES}
+    | {f"plan {name}": partial(_Planned, name) for name in POLICY_NAMES[:2]}
+    | {"first out": _first_out}
+)
 
 each_policy = pytest.mark.parametrize("make", [*MAKERS.values()], ids=MAKERS)
 

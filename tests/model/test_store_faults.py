@@ -106,7 +106,7 @@ def _lose(world: SimStore, ns: Namespace, key: bytes) -> None:
     if record.ssd is not True:
         world.rot(world.ssd_extent(ns, key))
         return
-    world.call(world.store._quarantine, record)
+    world.call(world.store.losses.quarantine, record)
 
 
 def test_the_row_of_a_lost_blob_goes_with_the_last_that_continues_it(tmp_path: Path) -> None:

@@ -47,6 +47,7 @@ from tests.support.store_model import (
     NUMBERS,
     RANKS,
     Call,
+    EveryJob,
     Held,
     Model,
     Path_,
@@ -112,6 +113,7 @@ class StoreMachine(RuleBasedStateMachine):
             mover._admission = MoodyAdmission(mover._admission, self.world.sim.rng)
         for namespace in NAMESPACES:
             self.world.declare(namespace)
+        self.world.store.writers._jobs = EveryJob()
         self.clients = [self._new_client() for _ in range(2)]
 
     def _check_matches(self) -> None:
@@ -176,6 +178,22 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(path=drawn.paths, rank=st.integers(0, 1), epoch=st.integers(0, 2), client=drawn.clients)
     def reserve_as_rank(self, path: Path_, rank: int, epoch: int, client: int) -> None:
         self._reserve(drawn.PARTS, path, 0, 10 + epoch, "standard", client, 0.0, rank)
+
+    @rule(
+        ns=drawn.spaces,
+        path=drawn.paths,
+        start=drawn.starts,
+        variant=drawn.variants,
+        client=drawn.clients,
+        alive=st.sampled_from([(), (), (0,)]),
+    )
+    def rebuild(
+        self, ns: int, path: Path_, start: int, variant: int, client: int, alive: tuple[int, ...]
+    ) -> None:
+        """A runner makes blobs again, some with other bytes than those of before."""
+        put = self._reserve(ns, path, start, variant, "standard", client, 0.0, None, job=1)
+        self.model.rebuild(put)
+        self._seal(put, alive)
 
     @precondition(lambda self: self.puts)
     @rule(choice=drawn.choices, index=st.integers(0, 5))
@@ -477,6 +495,7 @@ class StoreMachine(RuleBasedStateMachine):
         client: int,
         timeout_s: float,
         rank: int | None,
+        job: int = 0,
     ) -> Put:
         start %= len(path)
         keys = chain_of(ns, path, start)
@@ -491,6 +510,7 @@ class StoreMachine(RuleBasedStateMachine):
                 timeout_s=timeout_s,
                 group=("engine", variant) if rank is not None else None,
                 parts=RANKS[rank] if rank is not None else (),
+                job=job,
             )
         )
         parts = RANKS[rank] if rank is not None else (0, 1, 2, 3)

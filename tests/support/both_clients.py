@@ -79,7 +79,7 @@ class _Session:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._session, name)
-        if name not in ("match", "get_into", "put_from", "finish_turn"):
+        if name not in ("match", "get_into", "put_from", "finish_turn", "prefetch"):
             return found
         return lambda *args, **options: _run(self._runner, found(*args, **options))
 

@@ -100,6 +100,9 @@ class Fuzzer:
             "epoch": rng.randrange(2),
             "parts": rng.choice(([], [0])),
             "hint": rng.choice(({}, {"session": "s", "turn": 3, "kind": "main", "finish": "stop"})),
+            "terms": rng.choice(({}, {"text": "off"}, {"text": "text", "recall": "never"})),
+            "tokens": rng.choice((b"", bytes(4 * n * self._namespace.tokens_per_blob))),
+            "text": rng.choice(("", "said")),
             "tier": rng.choice(("", "dram")),
             "digests": [],
             "alive": [],
@@ -148,7 +151,8 @@ class Fuzzer:
         if kind is None:
             return None
         if getattr(kind, "__origin__", kind) is dict:
-            return {rng.choice(TEXTS): rng.choice(NUMBERS) for _ in range(rng.randrange(4))}
+            values = TEXTS if get_args(kind) == (str, str) else NUMBERS
+            return {rng.choice(TEXTS): rng.choice(values) for _ in range(rng.randrange(4))}
         item = (get_args(kind) or (int,))[0]
         return [self._value(item) for _ in range(rng.randrange(5))]
 

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 
 from hypothesis import strategies as st
 
+from blobstore.index import NamespaceState
 from blobstore.layout import KVLayout, LayerGroup
 from blobstore.namespace import Namespace
+from blobstore.text_entry import TextEntry
 from blobstore.units import KIB
 from tests.support.store_client import Reading, Writing, digest_of
 
@@ -170,6 +172,13 @@ class Model:
         if kept and not dropped and name not in self.rotten:
             self.durable[name] = put.variant
 
+    def rebuild(self, put: Put) -> None:
+        """A runner seals blobs: they may be of its bytes from now on, durable or not."""
+        for key in put.keys:
+            name = (put.ns, key)
+            if self.durable.get(name, put.variant) != put.variant:
+                del self.durable[name]
+
     def forget_below(self, ns: int, key: bytes) -> None:
         """A blob and what continues it were dropped."""
         path = PATHS[ns, key]
@@ -200,3 +209,15 @@ def nbytes_of(ns: int) -> int:
 @functools.cache
 def variant_digest(key: bytes, variant: int, nbytes: int) -> bytes:
     return digest_of(payload_of(key, variant, nbytes))
+
+
+class EveryJob:
+    """There is a rebuild under way of every blob."""
+
+    def entry(self, job_id: int, ns: NamespaceState, key: bytes) -> TextEntry:
+        number = NUMBERS[ns.id]
+        digest = variant_digest(key, 0, nbytes_of(number))
+        return TextEntry(b"", 0, b"", nbytes_of(number), digest)
+
+    def made(self, job_id: int, key: bytes) -> None:
+        """Nobody waits for it."""

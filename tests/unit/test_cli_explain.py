@@ -155,6 +155,12 @@ class TestWords:
         text = said(kept=kept, client_pin_s=6900.0)
         assert "now: pinned by a client for another 1 h 55 min; readers, writers" in text
 
+    def test_a_context_that_was_replaced(self) -> None:
+        replaced = "its context goes on as another one: unless it is used it leaves first"
+        assert f"{replaced} in 40 s" in said(standing={"first_in_s": 40.0})
+        assert said(standing={"first_in_s": 0.0}).split(replaced)[1].startswith("\n")
+        assert replaced not in said()
+
     def test_its_turn_to_leave(self) -> None:
         assert "leaves DRAM after 1 other when room is needed" in said()
         assert "may leave SSD when room is needed, after others" in said()
@@ -170,6 +176,7 @@ class TestWords:
             ({"decision": {}}, "is decided then"),
             ({"dirty": True}, "it is being written to SSD"),
             ({"standing": {"coming": True}}, "it is being written to SSD"),
+            ({"standing": {"first_in_s": 0.0}}, "then: its context goes on as another one"),
             ({"standing": {"refused_ago_s": 70.0}}, "it was not let onto SSD 1 min 10 s ago"),
             (
                 {"decision": {"admission": {"verdict": "refuse", "reason": "budget"}}},

@@ -445,6 +445,16 @@ class TestMatchPinAndRm:
         assert main(["rm", ns, *keys, "--json"]) == 1
         assert json.loads(capsys.readouterr().out)["count"] == 0
 
+    def test_rm_may_forget_as_well(self, served: ServedStore, capsys: Output) -> None:
+        ns, keys = chain(served, 5)
+        assert "forgot 3 blobs, and their tokens" in said(capsys, "rm", ns, keys[2], "--forget")
+        body = told(capsys, "rm", ns, keys[0], "--forget")
+        assert (body["count"], body["held"], body["forget"]) == (2, 1, True)
+        code, line = refused(capsys, "rm", ns, keys[0], "--forget")
+        assert (code, "it is not held" in line) == (1, True)
+        code, line = refused(capsys, "rm", ns, keys[0], "--forget", "--tier", "dram")
+        assert (code, "without --tier" in line) == (2, True)
+
     def test_rm_of_a_tier_keeps_the_blobs(self, served: ServedStore, capsys: Output) -> None:
         ns, keys = chain(served, 2)
         assert "freed 2 of 2 in dram" in said(capsys, "rm", ns, *keys, "--tier", "dram")

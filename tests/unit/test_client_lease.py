@@ -211,12 +211,16 @@ def test_a_lease_in_a_cycle_ends_when_that_is_collected(
         lease: Lease
         myself: Node
 
-    node = Node()
-    node.lease, node.myself = kv.get(ns, KEYS), node
-    gone = weakref.ref(node)
-    del node
-    assert gone() is not None
-    assert settled(kv, daemon) == []
+    gc.disable()  # it would begin at any allocation
+    try:
+        node = Node()
+        node.lease, node.myself = kv.get(ns, KEYS), node
+        gone = weakref.ref(node)
+        del node
+        assert gone() is not None
+        assert settled(kv, daemon) == []
+    finally:
+        gc.enable()
     gc.collect()
     assert settled(kv, daemon) == [1]
 

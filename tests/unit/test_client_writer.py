@@ -109,8 +109,8 @@ def test_all_that_was_said_of_the_blobs_is_passed_on(
     keys = ns.keys(range(16 * 3 + 5), tail=True)
     hint = Hint(session="s", turn=3)
     with kv.put(
-        ns, keys[1:], token_ids=range(53), parent=keys[0], retention="volatile", hint=hint,
-        timeout_s=2.0,
+        ns, keys[1:], token_ids=range(16, 53), text="said", parent=keys[0], retention="volatile",
+        hint=hint, timeout_s=2.0,
     ) as writer:  # fmt: skip
         assert writer[2].nbytes == LAYOUT.nbytes(5) < writer[1].nbytes
     reserve = last(daemon, Reserve)
@@ -119,6 +119,8 @@ def test_all_that_was_said_of_the_blobs_is_passed_on(
     assert (reserve.retention, reserve.hint) == ("volatile", {"session": "s", "turn": 3})
     assert 1.0 < reserve.timeout_s < 2.0
     assert (reserve.group, reserve.epoch, reserve.parts) == ("", 0, [])
+    assert reserve.tokens == np.arange(16, 53, dtype="<u4").tobytes()
+    assert reserve.text == "said"
 
 
 def test_a_negative_index_counts_from_the_end(

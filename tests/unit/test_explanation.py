@@ -51,7 +51,8 @@ class Desk:
     def explain(self, record: Record, *, known: bool = True, **session: object) -> dict[str, Any]:
         return explained(
             self.state.id, record.key, record if known else None, self.clock(),
-            self.stories, self.plan, leaving_next(self.plan), session, {"waits": True},
+            self.stories, self.plan, leaving_next(self.plan.dram, self.plan.ssd), session,
+            {"waits": True},
         )  # fmt: skip
 
 

@@ -26,6 +26,8 @@ from blobstore.http.metrics import (
     TIER_GAUGES,
     Metrics,
 )
+from blobstore.http.rebuild_metrics import REBUILD_ONES, REBUILD_SPLITS
+from blobstore.http.text_metrics import TEXT_ONES
 from blobstore.http.tiering_metrics import CROSSED, tiering_metrics
 from blobstore.latencies import Latencies
 from blobstore.units import KIB
@@ -38,7 +40,10 @@ from tests.support.store_client import StoreClient, chain, content, opaque
 DOCS = Path(__file__).parents[2] / "docs"
 NBYTES = 64 * KIB
 TOKENS = 16
-NO_NUMBERS = {"boot_id", "tiers.dram.huge_pages", "sessions.why_cold"}
+NO_NUMBERS = {
+    "boot_id", "tiers.dram.huge_pages", "sessions.why_cold", "rebuild.divergences",
+    "texts.ratio", "texts.disk_bytes",
+}  # fmt: skip
 """Told by blobstore_boot_info, or for people alone."""
 TIERING = {"ages", "plan"}
 """Told by metrics that have tests of their own."""
@@ -73,7 +78,7 @@ def by_both(metrics: Metrics, metric: Crossed) -> dict[str, dict[str, float]]:
 
 
 def leaves(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    whole = {metric.path for metric in (*SPLITS, *CROSSED)} | TIERING
+    whole = {metric.path for metric in (*SPLITS, *REBUILD_SPLITS, *CROSSED)} | TIERING
     for name, value in tree.items():
         if isinstance(value, Mapping) and f"{prefix}{name}" not in whole:
             yield from leaves(value, f"{prefix}{name}.")
@@ -181,8 +186,8 @@ class TestAccounting:
     def test_every_number_of_stats_is_rendered_and_the_same(self, world: SimStore) -> None:
         play(world)
         metrics, stats = Metrics(world.store), world.store.stats()
-        ones = {one.path: f"blobstore_{one.name}" for one in ONES}
-        splits = {split.path: split for split in SPLITS}
+        ones = {one.path: f"blobstore_{one.name}" for one in (*ONES, *TEXT_ONES, *REBUILD_ONES)}
+        splits = {split.path: split for split in (*SPLITS, *REBUILD_SPLITS)}
         crossings = {metric.path: metric for metric in CROSSED}
         errors = {f"tiers.ssd.{name}": operation for operation, name in DISK_ERRORS.items()}
         gauges = {
@@ -209,8 +214,10 @@ class TestAccounting:
 
     def test_every_metric_has_a_place_in_stats(self, world: SimStore) -> None:
         known = dict(leaves(world.store.stats()))
-        assert [one.path for one in ONES if one.path not in known] == []
-        assert [metric.path for metric in (*SPLITS, *CROSSED) if metric.path not in known] == []
+        ones = (*ONES, *TEXT_ONES, *REBUILD_ONES)
+        assert [one.path for one in ones if one.path not in known] == []
+        more = (*SPLITS, *REBUILD_SPLITS, *CROSSED)
+        assert [metric.path for metric in more if metric.path not in known] == []
 
     def test_a_store_without_ssd_has_no_metrics_of_one(self, tmp_path: Path) -> None:
         with SimStore(tmp_path, ssd_bytes=0) as world:
@@ -279,6 +286,7 @@ class TestNames:
     def test_every_metric_of_the_documentation_exists(self, world: SimStore) -> None:
         used = named_in((DOCS / "METRICS.md").read_text(encoding="utf-8"))
         known = samples_of(everything(world)) | of_a_full_plan()
+        known |= {f"blobstore_{one.name}" for one in REBUILD_ONES}  # some come with the first job
         histograms = {name.removesuffix("_bucket") for name in known if name.endswith("_bucket")}
         assert len(used) >= 20
         assert used - known - histograms == set()

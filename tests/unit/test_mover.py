@@ -5,9 +5,11 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from blobstore import mover as module
 from blobstore.index import Record
 from blobstore.tiering.admission import Admission, Verdict
 from blobstore.tiering.budget import Budget
@@ -115,7 +117,7 @@ class TestRefused:
         assert world.read("0")
         assert world.mover.waits(record)
         world.admission.say = lambda record: WORTH
-        world.fill(N_FIT, first=N_FIT)
+        world.fill(N_FIT + 2, first=N_FIT)
         world.settle()
         assert world.tiers("0") == [["ssd"]]
 
@@ -334,6 +336,30 @@ class TestBudget:
             assert world.written() <= elapsed_s + 2
             assert world.written() >= 2 * N_FIT
             assert world.counter("dropped") == 0
+
+    def test_what_is_held_up_is_not_walked_along_at_every_look(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        walked: list[Record] = []
+        of = module._Chain.of
+
+        def counted(record: Record, longest: float = float("inf")) -> Any:
+            walked.append(record)
+            return of(record, longest)
+
+        with AskedStore(tmp_path, demote_rate=1) as world:
+            world.put("warm", 2)  # as much as may pass at once, and a debt of a day
+            world.put("c", N_FIT - 2)
+            world.settle()
+            leaf = world.store.state(world.ns.id).blobs[chain(N_FIT - 2, "c")[-1]]
+            assert world.mover.waits(leaf)
+            monkeypatch.setattr(module._Chain, "of", counted)
+            looks = len(world.admission.asked)
+            for _ in range(20):
+                world.sim.advance(1.0)
+                assert not world.mover.may_leave(leaf, urgent=False)
+            assert walked.count(leaf) <= 1
+            assert len(world.admission.asked) - looks <= 1
 
     def test_a_load_for_a_get_waits_for_no_budget(self, tmp_path: Path) -> None:
         with AskedStore(tmp_path, demote_rate=1) as world:

@@ -98,11 +98,11 @@ def test_numbers_of_64_bits_are_kept() -> None:
 
 
 def test_a_hint_is_flat() -> None:
-    reserve = encode(Reserve(b"", b"", 8, b"", 0, "standard", 1.0))
-    assert reserve.endswith(b"\x80")
+    match = encode(Match(b"", b"", 8))
+    assert match.endswith(b"\x80")
     for value in (NESTED, b"\x80", b"\xc0", b"\xd4\x05\x00"):
         with pytest.raises(msgspec.ValidationError):
-            decode_request(reserve[:-1] + b"\x81\xa1a" + value)
+            decode_request(match[:-1] + b"\x81\xa1a" + value)
 
 
 def test_a_report_nested_too_deeply_is_no_message() -> None:

@@ -125,6 +125,69 @@ class TestFactsOfABlob:
         assert known.facts_of(blobs[1], 100.0)["session"] == "s"
 
 
+class TestEnds:
+    def test_a_context_ends_with_its_last_blob(self, index: Index) -> None:
+        known = Sessions()
+        blobs = chain(index, 3)
+        known.used("s", blobs, 100.0, None, again=False)
+        assert [known.ends_at(blob) for blob in blobs] == [False, False, True]
+        found = known.find("s")
+        assert found is not None
+        assert (found.key, found.held) == (blobs[2].key, b"")
+        assert known.find("other") is None
+
+    def test_it_is_known_how_much_of_it_is_on_ssd(self, index: Index) -> None:
+        known = Sessions()
+        blobs = chain(index, 3)
+        blobs[0].ssd = blobs[1].ssd = True
+        known.used("s", blobs, 100.0, None, again=False)
+        found = known.find("s")
+        assert found is not None
+        assert (found.key, found.held) == (blobs[2].key, blobs[1].key)
+
+    def test_it_ends_earlier_once_its_end_has_gone(self, index: Index) -> None:
+        known = Sessions()
+        blobs = chain(index, 3)
+        known.used("s", blobs, 100.0, None, again=False)
+        index.on_discarded = known.lost
+        for left in (2, 1):
+            index.discard(blobs[left])
+            found = known.find("s")
+            assert found is not None
+            assert (found.key, found.held) == (blobs[2].key, blobs[left - 1].key)
+            assert known.ends_at(blobs[left - 1])
+            assert not known.ends_at(blobs[left])
+        index.discard(blobs[0])
+        assert known.used("s", chain(index, 3), 110.0, None, again=False) == 1
+        assert len(known._of_leaf) == 1
+
+    def test_where_two_end_the_one_that_was_there_keeps_its_place(self, index: Index) -> None:
+        known = Sessions()
+        blobs = chain(index, 2)
+        known.used("long", blobs, 100.0, None, again=False)
+        known.used("short", blobs[:1], 110.0, None, again=False)
+        index.on_discarded = known.lost
+        index.discard(blobs[1])
+        assert known.facts_of(blobs[0], 120.0)["session"] == "short"
+        assert known.used("long", blobs[:1], 130.0, None, again=False) == 1
+
+    def test_it_goes_on_elsewhere(self, index: Index, tmp_path: Path) -> None:
+        known = Sessions()
+        old, new = chain(index, 3, name="old"), chain(index, 2, name="new")
+        new[1].retention = Retention.VOLATILE
+        new[0].ssd = True
+        known.used("s", old, 100.0, 7, again=False)
+        known.moved(old[2], new[1])
+        known.moved(old[1], new[0])  # nobody's
+        assert (known.ends_at(old[2]), known.ends_at(new[1])) == (False, True)
+        saved(known.unsaved(tmp_path, 0.0))
+        again = Sessions()
+        again.load(tmp_path, 110.0, 0.0)
+        found = again.find("s")
+        assert found is not None
+        assert (found.key, found.held, found.turn) == (new[0].key, new[0].key, 7)
+
+
 class TestRestarts:
     def test_sessions_are_known_again(self, index: Index, tmp_path: Path) -> None:
         known = Sessions()

@@ -310,10 +310,10 @@ class TestPuts:
 
     def test_many_sessions_of_one_head_are_not_all_remembered(self, world: World) -> None:
         chain = world.chain(1)
-        for number in range(uses.SESSIONS_OF_ONE_MAX + 5):
+        for number in range(uses.REQUESTS_OF_ONE_MAX + 5):
             world.uses.got(chain[0], 1, 1, Hint(session=f"s{number}"))
         world.uses.drain()
-        assert len(world.uses._told[chain[0]]) == uses.SESSIONS_OF_ONE_MAX
+        assert len(world.uses._told[chain[0]]) == uses.REQUESTS_OF_ONE_MAX
 
     def test_a_put_and_the_get_of_the_next_turn_are_told_in_their_order(self, world: World) -> None:
         chain = world.chain(4)
@@ -324,6 +324,66 @@ class TestPuts:
         world.uses.drain()
         assert [use.turn for use in world.told if not use.continues] == [40, 41]
         assert world.sessions.facts("s", 0.0)["turn"] == 41
+
+
+class TestSharedHeads:
+    """Requests without sessions that have a head in common, and go on each in its own way."""
+
+    def test_gets_that_ask_for_other_ends_are_requests_of_their_own(self, world: World) -> None:
+        (head,) = world.chain(1)
+        for asked in (b"a", b"b", b"a"):
+            world.uses.got(head, 1, 3, None, asked=asked)
+        world.after(SAME_S / 2)
+        world.uses.got(head, 1, 3, None, asked=b"b")  # another rank of the same request
+        world.uses.drain()
+        assert [use.continues for use in world.told] == [False, False]
+
+    def test_each_put_goes_on_from_the_get_that_asked_for_it(self, world: World) -> None:
+        (head,) = world.chain(1)
+        ends = [world.chain(2, head, name) for name in ("a", "b", "c")]
+        for end in ends:
+            world.uses.got(head, 1, 3, None, asked=end[-1].key)
+        world.after(1)
+        for end in reversed(ends):
+            world.uses.stored(end[-1], 2, None)
+        world.uses.drain()
+        assert [use.continues for use in world.told] == [False] * 3 + [True] * 3
+        assert [use.n_held for use in world.told[3:]] == [1, 1, 1]
+
+    def test_a_put_that_nothing_asked_for_goes_on_from_the_last_get(self, world: World) -> None:
+        (head,) = world.chain(1)
+        first, second, third = (world.chain(2, head, name) for name in ("a", "b", "c"))
+        world.uses.got(head, 1, 1, None)
+        world.after(SAME_S * 2)
+        for end in (first, second):
+            world.uses.stored(end[-1], 2, None)
+        world.after(1)
+        assert [use.continues for use in world.told] == [False, True, False]
+        assert (world.told[2].n_held, list(world.told[2].items)) == (1, [head, *second])
+        world.uses.got(head, 1, 1, None)
+        world.uses.stored(third[-1], 2, None)
+        world.uses.drain()
+        assert [use.continues for use in world.told[3:]] == [False, True]
+
+    def test_each_get_is_for_what_a_match_before_it_has_missed(self, world: World) -> None:
+        (head,) = world.chain(1)
+        ends = [world.chain(n, head, name) for n, name in ((2, "a"), (5, "b"))]
+        for end in (*ends, ends[0]):  # a rank of the first asks once more
+            world.uses.matched(head, len(end), None, end[-1].key)
+        for _ in range(3):
+            world.uses.got(head, 1, 1, None)
+        world.after(1)
+        assert [use.prompt_tokens // TOKENS for use in world.told] == [3, 6]
+        for end in reversed(ends):
+            world.uses.stored(end[-1], len(end), None)
+        world.uses.drain()
+        assert [use.continues for use in world.told[2:]] == [True, True]
+
+    def test_what_matches_of_one_blob_missed_is_bounded(self, world: World) -> None:
+        (head,) = world.chain(1)
+        for number in range(uses.MISSED_OF_ONE_MAX + 3):
+            world.uses.matched(head, 1, None, b"%d" % number)
+        assert len(world.uses._missed[head, ""]) == uses.MISSED_OF_ONE_MAX
 
 
 class TestMatches:

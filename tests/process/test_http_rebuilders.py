@@ -1,0 +1,191 @@
+"""Runners that are not on the node: jobs are posted to them, and blobs put back over HTTP."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blobstore.clients import BoundNamespace, Client, Terms
+from tests.support.http_daemon import HttpDaemon, http_daemon
+from tests.support.polling import poll_until
+from tests.support.rebuild_runner import NAMESPACE, NBYTES, TOKENS, ids_of, payload_of, put_and_drop
+
+WAIT_S = 30.0
+ONE = f"/v1/namespaces/{NAMESPACE.id.hex()}"
+
+Answering = Callable[[dict[str, Any]], int]
+
+
+class Elsewhere:
+    """An HTTP server that is a runner: `answering` does a job, and gives the status."""
+
+    def __init__(self, answering: Answering) -> None:
+        self.jobs: list[dict[str, Any]] = []
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.jobs.append(job)
+                status = answering(job)
+                self.send_response(status)
+                if status == 302:
+                    self.send_header("Location", "/elsewhere")
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+
+            def log_message(self, *args: Any) -> None:
+                pass
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self._server.server_address[1]}/jobs"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@pytest.fixture
+def door(tmp_path: Path) -> Iterator[HttpDaemon]:
+    with http_daemon(tmp_path) as door:
+        yield door
+
+
+@pytest.fixture
+def kv(door: HttpDaemon) -> Iterator[Client]:
+    with Client(door.run.address, timeout_s=WAIT_S) as kv:
+        yield kv
+
+
+@pytest.fixture
+def ns(kv: Client) -> BoundNamespace:
+    return kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+
+
+@pytest.fixture
+def elsewhere() -> Iterator[Callable[[Answering], Elsewhere]]:
+    servers: list[Elsewhere] = []
+
+    def start(answering: Answering) -> Elsewhere:
+        servers.append(Elsewhere(answering))
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.close()
+
+
+def putting(door: HttpDaemon) -> Answering:
+    """Computes the blobs of a job and puts them."""
+
+    def answer(job: dict[str, Any]) -> int:
+        ids = np.array([*job["context_token_ids"], *job["token_ids"]], np.uint32)
+        parent = job["parent"]
+        for index, key in enumerate(job["keys"]):
+            start = job["position"] + index * TOKENS
+            payload = payload_of(ids[:start], ids[start : start + TOKENS])
+            query = f"job={job['job']}" + (f"&parent={parent}" if parent else "")
+            put = door.ask("PUT", f"{ONE}/blobs/{key}?{query}", payload)
+            assert put.status == 201, put.body
+            parent = key
+        return 200
+
+    return answer
+
+
+def read(kv: Client, ns: BoundNamespace, ids: np.ndarray) -> tuple[list[bytes], str]:
+    with kv.get(ns, ns.keys(ids)) as lease:
+        return [bytes(view) for view in lease], lease.reason
+
+
+def test_a_runner_elsewhere_puts_what_it_computed(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace, elsewhere: Callable[[Answering], Elsewhere]
+) -> None:
+    ids = ids_of(6)
+    payloads = put_and_drop(kv, ns, ids, keep=2)
+    server = elsewhere(putting(door))
+    registered = door.post(f"{ONE}/rebuilders", {"url": server.url, "blob_bytes": NBYTES})
+    assert (registered.status, registered.json["ttl_s"]) == (200, 600.0)
+    assert read(kv, ns, ids) == (payloads, "")
+    (job,) = server.jobs
+    assert job["namespace"] == NAMESPACE.id.hex()
+    assert job["token_ids"] == ids[2 * TOKENS :].tolist()
+    assert job["context_token_ids"] == ids[: 2 * TOKENS].tolist()
+    assert job["context_keys"] == [key.hex() for key in ns.keys(ids)[:2]]
+    assert 0 < job["deadline_s"] <= WAIT_S
+    poll_until(lambda: kv.stats()["rebuild"]["ended"] == {"made": 1}, WAIT_S, "it said so")
+    again = door.post(f"{ONE}/rebuilders", {"url": server.url, "ttl_s": 60})
+    assert again.json["runner"] == registered.json["runner"]
+    door.post(f"{ONE}/rebuilders", {"url": server.url, "ttl_s": 0})
+    assert kv.stats()["rebuild"]["runners"] == 0
+
+
+@pytest.mark.parametrize("status", [302, 404, 500])
+def test_a_runner_that_refuses_is_a_miss(
+    status: int,
+    door: HttpDaemon,
+    kv: Client,
+    ns: BoundNamespace,
+    elsewhere: Callable[[Answering], Elsewhere],
+) -> None:
+    ids = ids_of(3)
+    put_and_drop(kv, ns, ids)
+    server = elsewhere(lambda job: status)
+    door.post(f"{ONE}/rebuilders", {"url": server.url})
+    payloads, reason = read(kv, ns, ids)
+    assert (payloads, bool(reason), len(server.jobs)) == ([], True, 1)
+
+
+def test_a_runner_that_puts_nothing_has_failed(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace, elsewhere: Callable[[Answering], Elsewhere]
+) -> None:
+    ids = ids_of(3)
+    put_and_drop(kv, ns, ids)
+    server = elsewhere(lambda job: 200)
+    door.post(f"{ONE}/rebuilders", {"url": server.url})
+    assert read(kv, ns, ids)[0] == []
+    assert kv.stats()["rebuild"]["blobs"] == 0
+
+
+def test_nobody_at_the_address_is_a_miss(door: HttpDaemon, kv: Client, ns: BoundNamespace) -> None:
+    ids = ids_of(3)
+    put_and_drop(kv, ns, ids)
+    door.post(f"{ONE}/rebuilders", {"url": "http://127.0.0.1:1/"})
+    assert read(kv, ns, ids)[0] == []
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"url": "ftp://host/"},
+        {"url": "http:///path"},
+        {"url": "http://user:secret@host/"},
+        {"url": "file:///etc/passwd"},
+        {"url": "http://host/", "ttl_s": 1},
+        {"url": "http://host/", "ttl_s": 1e9},
+        {"url": "http://host/", "concurrency": 0},
+        {"url": "http://host/", "blob_bytes": NBYTES + 1},
+        {"url": "http://host/" + "x" * 3000},
+        {},
+    ],
+)
+def test_bad_registrations_are_refused(
+    body: dict[str, Any], door: HttpDaemon, kv: Client, ns: BoundNamespace
+) -> None:
+    refused = door.post(f"{ONE}/rebuilders", body)
+    assert refused.status == 400
+    assert kv.stats()["rebuild"]["runners"] == 0
+
+
+def test_without_a_token_nobody_registers(door: HttpDaemon, ns: BoundNamespace) -> None:
+    assert door.post(f"{ONE}/rebuilders", {"url": "http://host/"}, token=None).status == 401

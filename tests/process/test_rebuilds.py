@@ -1,0 +1,283 @@
+"""Blobs that are gone come back from a model runner, whatever becomes of runners and readers."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from blobstore.clients import AsyncClient, AsyncRebuildJob, BoundNamespace, Client, Terms
+from blobstore.clients.rebuilds import POLL_S
+from blobstore.errors import InvalidRequest, UnknownNamespace
+from blobstore.namespace import Namespace
+from tests.support.daemon import Daemon, daemon
+from tests.support.polling import poll_until
+from tests.support.rebuild_runner import (
+    NAMESPACE,
+    TOKENS,
+    ids_of,
+    payload_of,
+    payloads_of,
+    put_and_drop,
+    runner,
+)
+
+WAIT_S = 30.0
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Daemon]:
+    with daemon(tmp_path, environ={"BLOBSTORE__TIERING__POLICY": "lru"}) as run:
+        yield run
+
+
+@pytest.fixture
+def kv(run: Daemon) -> Iterator[Client]:
+    with Client(run.address, timeout_s=WAIT_S) as kv:
+        yield kv
+
+
+@pytest.fixture
+def ns(kv: Client) -> BoundNamespace:
+    return kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+
+
+def read(kv: Client, ns: BoundNamespace, ids: np.ndarray) -> tuple[list[bytes], str]:
+    with kv.get(ns, ns.keys(ids)) as lease:
+        return [bytes(view) for view in lease], lease.reason
+
+
+def rebuilds(kv: Client) -> dict[str, Any]:
+    stats: dict[str, Any] = kv.stats()["rebuild"]
+    return stats
+
+
+def test_what_was_dropped_comes_back(kv: Client, ns: BoundNamespace, run: Daemon) -> None:
+    ids = ids_of(8)
+    payloads = put_and_drop(kv, ns, ids, keep=3)
+    with runner(run.address) as program:
+        assert read(kv, ns, ids) == (payloads, "")
+        assert program.hear() == {"job": 5, "position": 3 * TOKENS}
+
+
+def test_many_readers_of_one_context_cause_one_rebuild(
+    kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    ids = ids_of(6)
+    payloads = put_and_drop(kv, ns, ids)
+    with runner(run.address, "gate") as program, ThreadPoolExecutor(32) as readers:
+        reads = [readers.submit(read, kv, ns, ids) for _ in range(32)]
+        program.hear()
+        poll_until(lambda: rebuilds(kv)["waiting"] == 32, WAIT_S, "all of them wait")
+        program.tell("go")
+        assert all(each.result() == (payloads, "") for each in reads)
+        assert program.ask("stats")["jobs"] == 1
+
+
+async def test_cancelling_the_first_reader_strands_nobody(run: Daemon) -> None:
+    ids = ids_of(4)
+    async with AsyncClient(run.address, timeout_s=WAIT_S) as kv:
+        ns = await kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+        keys, payloads = ns.keys(ids), payloads_of(ids)
+        await kv.put_from(ns, keys, payloads, token_ids=ids)
+        await kv.drop(ns, keys)
+
+        async def read_one() -> list[bytes]:
+            async with kv.get(ns, keys) as lease:
+                return [bytes(view) for view in lease]
+
+        with runner(run.address, "gate") as program:
+            first = asyncio.ensure_future(read_one())
+            await asyncio.to_thread(program.hear)
+            others = [asyncio.ensure_future(read_one()) for _ in range(7)]
+            while (await kv.stats())["rebuild"]["waiting"] < 8:
+                await asyncio.sleep(0.01)
+            first.cancel()
+            program.tell("go")
+            assert all(got == payloads for got in await asyncio.gather(*others))
+
+
+def test_a_runner_that_is_killed_is_followed_by_another(
+    kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    ids = ids_of(5)
+    payloads = put_and_drop(kv, ns, ids)
+    with runner(run.address, "gate") as first, ThreadPoolExecutor(1) as readers:
+        reading = readers.submit(read, kv, ns, ids)
+        first.hear()
+        with runner(run.address):
+            first.kill()
+            assert reading.result() == (payloads, "")
+    assert kv.stats()["lent_bytes"] == 0
+
+
+def test_without_another_the_reader_has_its_miss(
+    kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    ids = ids_of(5)
+    put_and_drop(kv, ns, ids, keep=2)
+    with runner(run.address, "gate") as only, ThreadPoolExecutor(1) as readers:
+        reading = readers.submit(read, kv, ns, ids)
+        only.hear()
+        only.kill()
+        payloads, reason = reading.result()
+    assert len(payloads) == 2
+    assert reason
+    assert rebuilds(kv)["runners"] == 0
+    poll_until(lambda: kv.stats()["lent_bytes"] == 0, WAIT_S, "nothing is lent")
+
+
+def test_a_frozen_runner_is_late_and_comes_back(
+    kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    ids = ids_of(4)
+    payloads = put_and_drop(kv, ns, ids)
+    with runner(run.address, "gate") as frozen, ThreadPoolExecutor(1) as readers:
+        reading = readers.submit(read, kv, ns, ids)
+        frozen.hear()
+        with runner(run.address) as other:
+            frozen.signal(signal.SIGSTOP)
+            assert reading.result() == (payloads, "")
+            other.hear()
+        frozen.signal(signal.SIGCONT)
+        frozen.tell("go")  # it makes them as well, or is told that nobody wants them
+        poll_until(lambda: rebuilds(kv)["able"] == 1, WAIT_S, "it is heard of again")
+        again = ids_of(3, seed=1)
+        payloads = put_and_drop(kv, ns, again)
+        reading = readers.submit(read, kv, ns, again)
+        frozen.hear()
+        frozen.tell("go")
+        assert reading.result() == (payloads, "")
+
+
+@pytest.mark.parametrize("way", ["raise", "skip"])
+def test_a_runner_that_fails_is_followed_by_another(
+    way: str, kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    ids = ids_of(4)
+    put_and_drop(kv, ns, ids)
+    with runner(run.address, way) as failing:
+        payloads, reason = read(kv, ns, ids)
+        assert len(payloads) == (0 if way == "raise" else 1)
+        assert reason
+        failing.hear()
+    kv.drop(ns, ns.keys(ids))
+    with runner(run.address):
+        assert read(kv, ns, ids) == (payloads_of(ids), "")
+
+
+def test_a_handler_that_makes_nothing_has_failed(kv: Client, ns: BoundNamespace) -> None:
+    ids = ids_of(4)
+    put_and_drop(kv, ns, ids, keep=1)
+    with kv.serve_rebuilds([ns], lambda job: None) as server:
+        payloads, reason = read(kv, ns, ids)
+        assert (len(payloads), bool(reason)) == (1, True)
+        poll_until(lambda: server.stats()["failed"] == 1, WAIT_S, "it has failed")
+    assert rebuilds(kv)["blobs"] == 0
+
+
+def test_a_daemon_that_is_killed_meanwhile_is_registered_with_again(
+    tmp_path: Path,
+) -> None:
+    ids = ids_of(4)
+    with daemon(tmp_path) as run, Client(run.address, timeout_s=WAIT_S) as kv:
+        ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+        payloads = put_and_drop(kv, ns, ids)
+        with runner(run.address, "gate") as program, ThreadPoolExecutor(1) as readers:
+            reading = readers.submit(read, kv, ns, ids)
+            program.hear()
+            run.kill()
+            assert reading.result()[0] == []
+            with daemon(tmp_path) as run:
+                program.tell("go")
+                ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+                put_and_drop(kv, ns, ids)
+                poll_until(lambda: rebuilds(kv)["runners"] == 1, WAIT_S, "it registered again")
+                reading = readers.submit(read, kv, ns, ids)
+                program.hear()
+                program.tell("go")
+                assert reading.result() == (payloads, "")
+
+
+def test_a_deadline_ends_the_wait_and_not_the_job(
+    kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    ids = ids_of(4)
+    payloads = put_and_drop(kv, ns, ids)
+    with runner(run.address, "gate") as program:
+        with kv.get(ns, ns.keys(ids), timeout_s=0.2) as lease:
+            assert len(lease) == 0
+        program.hear()
+        program.tell("go")
+        poll_until(lambda: kv.match(ns, ns.keys(ids)).blobs == 4, WAIT_S, "it was made")
+        assert read(kv, ns, ids) == (payloads, "")
+
+
+def test_what_was_to_be_continued_is_made_again_first(
+    kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    ids = ids_of(6)
+    payloads = put_and_drop(kv, ns, ids, keep=3)
+    with runner(run.address, "gate") as program, ThreadPoolExecutor(2) as readers:
+        busy_with = ids_of(1, seed=7)
+        put_and_drop(kv, ns, busy_with)
+        before = readers.submit(read, kv, ns, busy_with)
+        program.hear()
+        reading = readers.submit(read, kv, ns, ids)
+        poll_until(lambda: rebuilds(kv)["waiting"] == 2, WAIT_S, "the second job is queued")
+        kv.drop(ns, ns.keys(ids))
+        program.tell("go")
+        before.result()
+        assert program.hear() == {"job": 6, "position": 0}
+        program.tell("go")
+        reading.result()
+        assert read(kv, ns, ids) == (payloads, "")
+
+
+def test_registrations_for_what_is_not_declared_are_refused(kv: Client, ns: BoundNamespace) -> None:
+    other = BoundNamespace(Namespace("rebuilt", NAMESPACE.layout, tokens_per_blob=8))
+    with pytest.raises(UnknownNamespace):
+        kv.serve_rebuilds([other], lambda job: None)
+    with pytest.raises(InvalidRequest, match="concurrency"):
+        kv.serve_rebuilds([ns], lambda job: None, concurrency=0)
+
+
+async def test_coroutines_serve_as_well(run: Daemon) -> None:
+    ids = ids_of(8)
+    async with AsyncClient(run.address, timeout_s=WAIT_S) as kv:
+        ns = await kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+        keys, payloads = ns.keys(ids), payloads_of(ids)
+        await kv.put_from(ns, keys, payloads, token_ids=ids)
+        await kv.drop(ns, keys[2:])
+
+        async def handle(job: AsyncRebuildJob) -> None:
+            assert job.parent is not None
+            assert [bytes(view) for view in job.parent] == payloads[:2]
+            for index in range(len(job)):
+                start = job.position + index * TOKENS
+                job[index][:] = payload_of(ids[:start], job.blob_tokens(index))
+                if index % 2:
+                    await job.seal(index)
+
+        async with await kv.serve_rebuilds([ns], handle, concurrency=2) as server:
+            async with kv.get(ns, keys) as lease:
+                assert [bytes(view) for view in lease] == payloads
+            while server.stats()["running"]:
+                await asyncio.sleep(0.01)
+            stats = server.stats()
+        assert (stats["jobs"], stats["failed"], stats["blobs"]) == (1, 0, 6)
+
+
+def test_a_daemon_stops_at_once_though_runners_wait_for_jobs(
+    kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    with runner(run.address), runner(run.address):
+        poll_until(lambda: rebuilds(kv)["able"] == 2, WAIT_S, "both are there")
+        run.process.terminate()
+        assert run.wait(POLL_S - 0.5) == 0
