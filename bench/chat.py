@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from blobstore.bench.model_file import REMEDY, ModelFile
@@ -10,6 +10,9 @@ from blobstore.errors import SetupError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+Messages = Sequence[tuple[str, str | list[int]]]
+"""A conversation: pairs of a role and a text, or the ids of an answer."""
 
 
 class Chat:
@@ -24,24 +27,38 @@ class Chat:
 
     def turn(self, role: str, content: str) -> list[int]:
         """The ids of one whole turn."""
-        return self._encode(f"<|im_start|>{role}\n{content}<|im_end|>\n")
+        return self.encode(f"<|im_start|>{role}\n{content}<|im_end|>\n")
 
-    def ask(self, question: str) -> list[int]:
-        """The ids of a user's turn, and the opening of the assistant's answer."""
-        return self.turn("user", question) + self._encode("<|im_start|>assistant\n")
+    def ask(self, question: str, role: str = "user") -> list[int]:
+        """The ids of a turn, by default a user's, and the opening of the assistant's answer."""
+        return self.turn(role, question) + self.encode("<|im_start|>assistant\n")
 
     def answered(self, ids: Sequence[int]) -> list[int]:
         """The ids that close a generated answer `ids`, its end token given or not."""
-        end = self._encode("<|im_end|>")
+        end = self.encode("<|im_end|>")
         closed = list(ids) if list(ids[-1:]) == end else [*ids, *end]
-        return closed + self._encode("\n")
+        return closed + self.encode("\n")
+
+    def prompt(self, messages: Messages) -> list[int]:
+        """The ids of a conversation, up to where its next answer begins."""
+        return list(self._prompt(messages))
 
     def text(self, ids: Sequence[int]) -> str:
         """The text of `ids`, without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
-    def _encode(self, text: str) -> list[int]:
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text` as it is, special tokens included."""
         return list(self._tokenizer.encode(text).ids)
+
+    def _prompt(self, messages: Messages) -> Iterator[int]:
+        for number, (role, content) in enumerate(messages):
+            if not isinstance(content, str):
+                yield from self.answered(content)
+            elif number + 1 == len(messages) or role == "user":
+                yield from self.ask(content, role)
+            else:
+                yield from self.turn(role, content)
 
 
 def _tokenizer(file: ModelFile) -> Tokenizer:

@@ -121,6 +121,24 @@ def bench_peers(
     _show(report, json=json, plot=plot, check=check, draw=to_svg)
 
 
+@bench.command("engine")
+def bench_engine(
+    json: Json = False,
+    plot: Plot = None,
+    tiny: Tiny = False,
+    data: Data = None,
+    check: Check = False,
+) -> None:
+    """An agent's conversation through a real model: cold, from DRAM, from SSD, rebuilt, both."""
+    from blobstore.bench import engine_bench
+    from blobstore.bench.engine_plot import to_svg
+    from blobstore.bench.setup import Setup
+
+    _end_in_order()
+    report = engine_bench.report(Setup(_directory(data), tiny, _sayer(quiet=json)))
+    _show(report, json=json, plot=plot, check=check, draw=to_svg)
+
+
 @bench.command("replay")
 def bench_replay(
     traces: Annotated[
@@ -177,7 +195,7 @@ def bench_replay(
 
 
 def demo(json: Json = False, data: Data = None) -> None:
-    """A real model's KV goes through a daemon, to disk, through a crash, and comes back."""
+    """A real model's KV goes through a daemon, to disk, through a crash, and back from its text."""
     from blobstore.bench.demo import run_demo  # here: help needs none of its libraries
 
     _end_in_order()

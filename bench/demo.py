@@ -1,7 +1,7 @@
 """`blobstore demo`: a real model's KV goes through a real daemon and comes back.
 
 A first process reads a document cold and stores its state. Then other
-processes go on from it: from DRAM, from SSD, after a crash, and on a branch.
+processes go on from it: from DRAM, from SSD, after a crash, on a branch, and from its text alone.
 Each step must be served by the tier that it is about, by the daemon's own
 counters, and must give the very tokens of a run that computed everything.
 """
@@ -9,8 +9,6 @@ counters, and must give the very tokens of a run that computed everything.
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -23,7 +21,8 @@ from rich.table import Table
 
 from blobstore.bench.blobs import counters
 from blobstore.bench.chat import Chat
-from blobstore.bench.engine import CHUNK_TOKENS, Job, Turn, namespace
+from blobstore.bench.engine import CHUNK_TOKENS, Turn, namespace
+from blobstore.bench.engine_process import EngineProcess, RebuilderProcess
 from blobstore.bench.machine import machine_facts
 from blobstore.bench.model_file import MODEL, ModelFile
 from blobstore.bench.own_daemon import OwnDaemon
@@ -36,13 +35,15 @@ MAX_TOKENS = 24
 DRAM_BYTES = 160 * MIB
 SSD_BYTES = 2 * GIB
 FILLER_BYTES = 4 * MIB
+KEPT = "durable"
+"""What is put survives a crash."""
 
 INSTRUCTION = "You work in the harbour office. Answer in one short sentence, from this book.\n\n"
 FIRST = "What is the name of the ferry to Saint Brannoc?"
 FOLLOW_UP = "On which channel does the lifeboat station listen?"
 BRANCH = "Who is the harbour master?"
 
-Messages = list[tuple[str, str | list[int]]]
+Origin = Literal["dram", "ssd", "rebuild"]
 Say = Callable[[str], None]
 
 
@@ -57,7 +58,7 @@ class Step:
     """One turn by a process that started from the store, beside the run that computed all."""
 
     name: str
-    served_from: Literal["dram", "ssd"]
+    served_from: Origin
     turn: Turn
     cold: Turn
 
@@ -68,13 +69,10 @@ class Step:
 
     def as_json(self) -> dict[str, Any]:
         """The step as plain values."""
-        turn = asdict(self.turn)
-        del turn["prompt_ids"]
         return {
             "name": self.name,
             "served_from": self.served_from,
-            "prompt_tokens": self.turn.prompt_tokens,
-            **turn,
+            **asdict(self.turn),
             "cold_prefill_s": self.cold.first_token_s,
             "speed_up": self.speed_up,
             "tokens_equal": self.turn.tokens == self.cold.tokens,
@@ -111,44 +109,12 @@ class Outcome:
         console.print(_table(self))
 
 
-class EngineProcess:
-    """An engine of its own process; it shares nothing with the others but the store."""
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A prompt, and the turn of the process that computed all of it."""
 
-    def __init__(self, address: str) -> None:
-        command = [sys.executable, "-m", "blobstore.bench.engine", address]
-        self._process = subprocess.Popen(  # noqa: S603 (our own module)
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        self._reply()
-
-    def answer(self, messages: Messages, *, restore: bool, store: bool) -> Turn:
-        """One turn. Raises DemoFailed, with what the process said, if it died."""
-        assert self._process.stdin is not None
-        job = Job(messages, MAX_TOKENS, restore=restore, store=store)
-        try:
-            self._process.stdin.write(json.dumps(asdict(job)) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # _reply says why it died
-        return Turn(**self._reply())
-
-    def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            reply: dict[str, Any] = json.loads(line)
-            return reply
-        _, complaint = self._process.communicate()
-        raise DemoFailed(f"the engine process ended: {' / '.join(complaint.splitlines()[-3:])}")
+    ids: list[int]
+    cold: Turn
 
 
 class Demo:
@@ -158,56 +124,64 @@ class Demo:
         self._daemon = daemon
         self._namespace = namespace(file.sizes, file.digest)
         self._say = say
+        self._chat = Chat(file)
         document = (resources.files("blobstore.bench") / "demo_document.txt").read_text("utf-8")
-        self._opening: Messages = [("system", INSTRUCTION + document)]
-        self._document_tokens = len(Chat(file).turn("system", document))
+        self._opening: list[tuple[str, str | list[int]]] = [("system", INSTRUCTION + document)]
+        self._document_tokens = len(self._chat.turn("system", document))
         assert self._document_tokens >= DOCUMENT_TOKENS_MIN
 
     def run(self) -> Outcome:
         """All steps; raises DemoFailed at the first that does not hold."""
-        asked: Messages = [*self._opening, ("user", FIRST)]
-        branch: Messages = [*self._opening, ("user", BRANCH)]
-        with self._engine("first process: reads the document cold, answers, stores") as engine:
-            cold = engine.answer(asked, restore=False, store=True)
-            self._say(f"  {cold.prompt_tokens} tokens in {cold.first_token_s:.1f} s: {cold.text}")
-            follow_up: Messages = [*asked, ("assistant", cold.tokens), ("user", FOLLOW_UP)]
-            self._say("  and computes the later turns in full, to compare with")
-            follow_up_cold = engine.answer(follow_up, restore=False, store=False)
-            branch_cold = engine.answer(branch, restore=False, store=False)
-        outcome = Outcome(machine_facts(self._daemon.data), self._document_tokens, cold)
+        first, follow_up, branch = self._cold()
+        outcome = Outcome(machine_facts(self._daemon.data), self._document_tokens, first)
 
-        def step(name: str, served_from: Literal["dram", "ssd"], *, on_branch: bool) -> None:
-            messages, reference = (
-                (branch, branch_cold) if on_branch else (follow_up, follow_up_cold)
-            )
-            turn = self._warm(name, messages, served_from)
-            self._check(name, turn, reference)
-            outcome.steps.append(Step(name, served_from, turn, reference))
+        def step(name: str, served_from: Origin, asked: _Asked) -> None:
+            turn = self._warm(name, asked.ids, served_from)
+            self._check(name, turn, asked.cold)
+            outcome.steps.append(Step(name, served_from, turn, asked.cold))
 
-        step("a: second process, follow-up", "dram", on_branch=False)
-        self._squeeze(outcome.steps[0].turn)
-        step("b: DRAM squeezed", "ssd", on_branch=False)
+        step("a: second process, follow-up", "dram", follow_up)
+        self._squeeze(follow_up.ids)
+        step("b: DRAM squeezed", "ssd", follow_up)
         self._say("the daemon is killed (SIGKILL) and started again")
         self._daemon.kill()
         self._daemon.start()
-        step("c: after the crash", "ssd", on_branch=False)
-        step("d: branch, another question", "dram", on_branch=True)
+        step("c: after the crash", "ssd", follow_up)
+        step("d: branch, another question", "dram", branch)
+        with self._only_text(follow_up.ids):
+            step("e: rebuilt from text", "rebuild", follow_up)
         return outcome
+
+    def _cold(self) -> tuple[Turn, _Asked, _Asked]:
+        """The first turn, which is stored; and two that go on from it, to compare with."""
+        opening = self._opening
+        asked = [*opening, ("user", FIRST)]
+        with self._engine("first process: reads the document cold, answers, stores") as engine:
+            cold = self._compute(engine, self._chat.prompt(asked), store=KEPT)
+            self._say(f"  {cold.prompt_tokens} tokens in {cold.first_token_s:.1f} s: {cold.text}")
+            self._say("  and computes the later turns in full, to compare with")
+            follow_up = [*asked, ("assistant", cold.tokens), ("user", FOLLOW_UP)]
+            later = [
+                self._chat.prompt(messages)
+                for messages in (follow_up, [*opening, ("user", BRANCH)])
+            ]
+            one, other = (_Asked(ids, self._compute(engine, ids)) for ids in later)
+        return cold, one, other
+
+    def _compute(self, engine: EngineProcess, ids: list[int], *, store: str = "") -> Turn:
+        return engine.answer(ids, MAX_TOKENS, restore=False, store=store)
 
     @contextmanager
     def _engine(self, what: str) -> Iterator[EngineProcess]:
         self._say(what)
-        engine = EngineProcess(self._daemon.address)
-        try:
+        with EngineProcess(self._daemon.address) as engine:
             yield engine
-        finally:
-            engine.close()
 
-    def _warm(self, name: str, messages: Messages, served_from: str) -> Turn:
+    def _warm(self, name: str, ids: list[int], served_from: Origin) -> Turn:
         """A turn of a new process; the daemon's counters must show the tier and no other."""
         with self._engine(name) as engine, self._daemon.client() as kv:
             before = _hits(kv)
-            turn = engine.answer(messages, restore=True, store=True)
+            turn = engine.answer(ids, MAX_TOKENS, restore=True, store=KEPT)
             hits = {tier: n - before.get(tier, 0) for tier, n in _hits(kv).items()}
         served = {tier: n for tier, n in hits.items() if n}
         if served != {served_from: turn.restored_blobs} or not turn.restored_blobs:
@@ -219,7 +193,7 @@ class Demo:
         return turn
 
     def _check(self, name: str, turn: Turn, cold: Turn) -> None:
-        shared = (len(cold.prompt_ids) - 1) // CHUNK_TOKENS
+        shared = (cold.prompt_tokens - 1) // CHUNK_TOKENS
         document = self._document_tokens // CHUNK_TOKENS
         if turn.tokens != cold.tokens:
             raise DemoFailed(
@@ -228,11 +202,23 @@ class Demo:
         if not document <= turn.restored_blobs <= shared:
             raise DemoFailed(f"{name}: {turn.restored_blobs} blobs restored of {document} or more")
 
-    def _squeeze(self, turn: Turn) -> None:
+    @contextmanager
+    def _only_text(self, ids: list[int]) -> Iterator[None]:
+        """Drop the conversation's payloads, while another process can compute them again."""
+        self._say("a model runner registers, and all payloads are dropped: only their text is left")
+        with RebuilderProcess(self._daemon.address), self._daemon.client() as kv:
+            ns = kv.namespace(self._namespace)
+            keys = ns.keys(ids)
+            kv.drop(ns, keys)
+            if kv.match(ns, keys).blobs:
+                raise DemoFailed("payloads were dropped, and are still held")
+            yield
+
+    def _squeeze(self, ids: list[int]) -> None:
         """A neighbour puts blobs until the conversation's have left DRAM."""
         with self._daemon.client() as kv:
             ns = kv.namespace(self._namespace)
-            keys = ns.keys(turn.prompt_ids)
+            keys = ns.keys(ids)
             filler = kv.namespace(
                 Namespace("neighbour", KVLayout.opaque(FILLER_BYTES), hash_scheme="demo")
             )

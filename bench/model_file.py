@@ -46,10 +46,14 @@ class ModelSizes:
 
 
 class ModelFile:
-    """A GGUF file, opened. Raises SetupError, which says what to install, if it cannot be."""
+    """A GGUF file, opened. Raises SetupError, which says what to install, if it cannot be.
 
-    def __init__(self, path: Path | None = None) -> None:
+    With `layers` only its first ones count: another model, which says little and is fast.
+    """
+
+    def __init__(self, path: Path | None = None, *, layers: int = 0) -> None:
         self.path = path or find_model()
+        self._layers = layers
         try:
             import gguf
             from gguf.quants import dequantize
@@ -68,7 +72,7 @@ class ModelFile:
         heads = self.field("llama.attention.head_count")
         width = self.field("llama.embedding_length")
         return ModelSizes(
-            layers=self.field("llama.block_count"),
+            layers=self._layers or self.field("llama.block_count"),
             heads=heads,
             kv_heads=self.field("llama.attention.head_count_kv"),
             head_size=width // heads,
@@ -90,7 +94,12 @@ class ModelFile:
         return {
             tensor.name: np.asarray(self._dequantize(tensor.data, tensor.tensor_type), np.float32)
             for tensor in self._reader.tensors
+            if self._counts(tensor.name)
         }
+
+    def _counts(self, tensor: str) -> bool:
+        kind, _, rest = tensor.partition(".")
+        return kind != "blk" or int(rest.partition(".")[0]) < self.sizes.layers
 
 
 def find_model() -> Path:

@@ -126,6 +126,12 @@ class OwnDaemon:
             raise
         return time.perf_counter() - started_s
 
+    def restart(self, options: Mapping[str, str] | None = None) -> float:
+        """Stop and start it, from now on with `options` too; the seconds that the start took."""
+        self.stop()
+        self._options |= options or {}
+        return self.start()
+
     def kill(self) -> None:
         """SIGKILL: what a crash looks like. Nothing happens if it is not running."""
         if self._process is not None:

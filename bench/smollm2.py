@@ -45,6 +45,18 @@ class SmolLM2:
         self._layers = [_layer(weights, n) for n in range(self.sizes.layers)]
         self._cos, self._sin = _rotary_tables(self.sizes)
 
+    def read(self, ids: Sequence[int], cache: KVCache) -> None:
+        """Add whole chunks to the settled ones of `cache`: their state alone, no logits."""
+        size = cache.chunk_tokens
+        if len(ids) % size or cache.chunks * size + len(ids) > cache.capacity_tokens:
+            raise InvalidRequest(
+                f"{len(ids)} tokens after {cache.chunks} chunks of {size}: the cache takes whole "
+                f"chunks, and {cache.capacity_tokens} tokens"
+            )
+        for start in range(0, len(ids), size):
+            self._chunk(ids[start : start + size], cache.chunks, cache)
+            cache.settle(cache.chunks + 1)
+
     def prefill(self, ids: Sequence[int], cache: KVCache) -> Array:
         """Bring `cache`, which holds leading chunks of `ids`, to all of `ids`.
 

@@ -28,7 +28,7 @@ class States:
     def __init__(self, model: Any, layers: Sequence[Layer], layout: KVLayout, tokens: int) -> None:
         self._config = model.config
         self._layers = layers
-        self._tokens = tokens
+        self.tokens = tokens
         self._parts = layout.parts(tokens)
         self.nbytes = layout.nbytes(tokens)
         self.slides = any(layer.shape.window for layer in layers)
@@ -78,7 +78,7 @@ class States:
     def write(self, cache: Any, blob: int, payload: memoryview) -> None:
         """Copy the tokens of blob number `blob` out of `cache` to `payload`."""
         torch = libraries.torch()
-        start = blob * self._tokens
+        start = blob * self.tokens
         with torch.no_grad():
             memory = torch.frombuffer(payload, dtype=torch.uint8)
             for layer, pair in zip(self._layers, self._pairs(memory), strict=True):
@@ -108,11 +108,11 @@ class States:
             shape = layer.shape
             dtype = _torch_dtype(shape.dtype)
             numbers = memory[part.offset : part.offset + part.nbytes].view(dtype)
-            border = shape.heads * self._tokens * shape.key_size
+            border = shape.heads * self.tokens * shape.key_size
             pairs.append(
                 (
-                    numbers[:border].view(shape.heads, self._tokens, shape.key_size),
-                    numbers[border:].view(shape.heads, self._tokens, shape.value_size),
+                    numbers[:border].view(shape.heads, self.tokens, shape.key_size),
+                    numbers[border:].view(shape.heads, self.tokens, shape.value_size),
                 )
             )
         return pairs
@@ -123,7 +123,7 @@ class Filling:
 
     def __init__(self, states: States, blobs: int) -> None:
         self._states = states
-        self._end = blobs * states._tokens
+        self._end = blobs * states.tokens
         self._targets = [self._allocated(layer) for layer in states._layers]
 
     def read(self, blob: int, payload: memoryview) -> None:
@@ -136,7 +136,7 @@ class Filling:
         torch = libraries.torch()
         # DLPack, because the other ways from read-only memory warn.
         memory = torch.from_dlpack(np.frombuffer(payload, np.uint8))
-        at, n = blob * states._tokens, states._tokens
+        at, n = blob * states.tokens, states.tokens
         for layer, target, source in zip(
             states._layers, self._targets, states._pairs(memory), strict=True
         ):

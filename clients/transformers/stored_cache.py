@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from blobstore.clients.client_session import ClientSession
+from blobstore.clients.rebuilds import RebuildServer
 from blobstore.clients.sync import Client, Lease, Writer
 from blobstore.clients.transformers import identity, layers, libraries
 from blobstore.clients.transformers.layers import name_of
+from blobstore.clients.transformers.rebuilder import Rebuilder
+from blobstore.clients.transformers.recompute import Ids, Portion, portions
 from blobstore.clients.transformers.states import Filling, States
 from blobstore.clients.windows import WINDOW_BYTES, windows
 from blobstore.errors import BlobStoreError, InvalidRequest, SizeMismatch
@@ -25,7 +27,8 @@ log = logging.getLogger(__name__)
 PREFILL_TOKENS = 2048
 """Read at once when blobs are recomputed: bounds the memory that attention takes."""
 
-Ids = NDArray[np.int64]
+SERVED_TOKENS = 512
+"""Read at once while somebody waits for the first of them."""
 
 
 class StoredCache:
@@ -95,8 +98,9 @@ class StoredCache:
         """A DynamicCache with the longest stored prefix of `token_ids`, and its length in tokens.
 
         It ends before the last token, which the model has to read for the next one, and
-        may be empty. A store that is not there, slow or failing is a miss. `session` is
-        the conversation that this is a turn of, if the store is to know.
+        may be empty. A store that is not there, slow or failing is a miss. What has only its
+        tokens left is waited for where a model runner serves them and may be in time.
+        `session` is the conversation that this is a turn of, if the store is to know.
         """
         ids = as_ids(token_ids)
         blobs = min(len(ids) - 1, self._sound(ids)) // self.ns.tokens_per_blob
@@ -147,22 +151,40 @@ class StoredCache:
         place. The payloads are written to `into`, or to new memory, and returned. Raises
         InvalidRequest for sizes that do not fit.
         """
-        ids, step = as_ids(token_ids), self.ns.tokens_per_blob
-        blobs, before = len(ids) // step, len(parent)
-        if len(ids) % step or not self._may_be_stored(before * step + len(ids)):
-            raise InvalidRequest(f"{len(ids)} tokens after {before} blobs of {step} are no blobs")
+        ids = as_ids(token_ids)
+        blobs = len(ids) // self.ns.tokens_per_blob
         if into is None:
             into = [memoryview(bytearray(self._states.nbytes)) for _ in range(blobs)]
         if [payload.nbytes for payload in into] != [self._states.nbytes] * blobs:
             raise SizeMismatch(f"{len(ids)} tokens fill {blobs} of {self._states.nbytes} bytes")
-        past = self._filled(parent)
-        for start in range(0, blobs, max(1, PREFILL_TOKENS // step)):
-            end = min(blobs, start + max(1, PREFILL_TOKENS // step))
-            self._read(ids[start * step : end * step], past)
-            for blob in range(start, end):
-                self._states.write(past, before + blob, into[blob])
-            self._states.forget(past, (before + end) * step)
+        for portion in self.portions(ids, parent):
+            for blob in portion.blobs:
+                portion.write(blob, into[blob])
         return list(into)
+
+    def portions(
+        self,
+        token_ids: object,
+        parent: Sequence[memoryview] = (),
+        tokens_at_once: int = PREFILL_TOKENS,
+    ) -> Iterator[Portion]:
+        """As `rebuild`, for who wants to do something between: some blobs at a time, in order."""
+        ids, step = as_ids(token_ids), self.ns.tokens_per_blob
+        if len(ids) % step or not self._may_be_stored(len(parent) * step + len(ids)):
+            raise InvalidRequest(
+                f"{len(ids)} tokens after {len(parent)} blobs of {step} are no blobs"
+            )
+        at_once = max(1, tokens_at_once // step)
+        return portions(self._model, self._states, ids, parent, at_once)
+
+    def serve_rebuilds(self, *, tokens_at_once: int = SERVED_TOKENS) -> RebuildServer:
+        """Let this process's model compute again what the store has only the tokens of.
+
+        Until the server is closed: `with cache.serve_rebuilds(): …`, or close(). It works in
+        a thread of its own, on one job at a time. Readers get the blobs of `tokens_at_once`
+        as soon as those are there; fewer at once come sooner, more take less time in all.
+        """
+        return self._kv.serve_rebuilds([self.ns], Rebuilder(self.portions, tokens_at_once))
 
     def _may_be_stored(self, n_tokens: int) -> bool:
         return self._tokens_max is None or n_tokens <= self._tokens_max
@@ -173,19 +195,6 @@ class StoredCache:
             return len(ids)
         return int(at[0])
 
-    def _read(self, ids: Ids, past: Any) -> None:
-        torch = libraries.torch()
-        with torch.no_grad():
-            layers.run(self._model, torch.tensor(ids[None], device=self._model.device), past)
-
-    def _filled(self, payloads: Sequence[memoryview]) -> Any:
-        if not payloads:
-            return self._states.empty()
-        filling = self._states.filling(len(payloads))
-        for blob in range(len(payloads)):
-            filling.read(blob, payloads[blob])
-        return filling.cache()
-
     def _restore(
         self,
         kv: Client | ClientSession,
@@ -193,10 +202,12 @@ class StoredCache:
         hint: Hint | None,
         timeout_s: float | None,
     ) -> tuple[Any, int]:
-        """Restore all of `keys` that are held. What a window needs depends on where it ends."""
+        """Restore all of `keys` that can be had. What a window needs depends on where it ends."""
         hit = kv.match(self.ns, keys, hint=hint, timeout_s=timeout_s)
         self._faults.note("restore", hit.reason)
         blobs, stream = hit.blobs, hit.warm < hit.blobs
+        if timeout_s is None or hit.rebuild_eta_s < timeout_s:
+            blobs += hit.rebuildable
         while blobs:
             filling = self._states.filling(blobs)
             filled = 0

@@ -58,7 +58,7 @@ def test_the_demo_holds(disk: Path) -> None:
     outcome = json.loads(run_demo(disk, lambda line: None).to_json())
     steps = outcome["steps"]
     assert outcome["document_tokens"] >= DOCUMENT_TOKENS_MIN
-    assert [step["served_from"] for step in steps] == ["dram", "ssd", "ssd", "dram"]
+    assert [step["served_from"] for step in steps] == ["dram", "ssd", "ssd", "dram", "rebuild"]
     assert all(step["tokens_equal"] for step in steps)
     assert all(step["restored_tokens"] >= DOCUMENT_TOKENS_MIN // 64 * 64 for step in steps)
     assert list(disk.iterdir()) == []

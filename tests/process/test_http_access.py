@@ -36,10 +36,13 @@ def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HttpDaemon]:
         assert "Traceback" not in running.run.said
 
 
-VERBS = ("match", "exists", "stat", "explain", "prefetch", "pin", "drop")
+VERBS = (
+    "match", "exists", "stat", "explain", "prefetch", "pin", "drop", "forget", "texts", "supersede",
+)  # fmt: skip
 DATA_ROUTES = [
     ("POST", "/v1/namespaces"), ("GET", "/v1/namespaces"), ("GET", "/v1/stats"),
-    ("POST", "/v1/verify"), ("GET", "{ns}/blobs"), ("PUT", "{ns}/blobs/{key}"),
+    ("POST", "/v1/verify"), ("POST", "/v1/prefetch"), ("GET", "{ns}/blobs"),
+    ("PUT", "{ns}/blobs/{key}"),
     ("GET", "{ns}/blobs/{key}"), ("HEAD", "{ns}/blobs/{key}"), ("DELETE", "{ns}/blobs/{key}"),
     *(("POST", f"{{ns}}/{verb}") for verb in VERBS),
 ]  # fmt: skip
@@ -110,7 +113,7 @@ def test_rights_and_namespaces(shared_door: HttpDaemon) -> None:
     for absent_or_not in (blob, f"{ns_a}/blobs/{key(2)}", f"{ns_a}/blobs/odd"):
         assert door.ask("PUT", absent_or_not, bytes(8), token=reader).error == "forbidden"
         assert door.ask("DELETE", absent_or_not, token=writer).error == "forbidden"
-    for verb in ("pin", "drop"):
+    for verb in ("pin", "drop", "forget", "texts", "supersede"):
         assert door.post(f"{ns_a}/{verb}", {"keys": [key(1)]}, token=reader).status == 403
     assert door.post("/v1/verify", {}, token=writer).status == 403
     assert door.post("/v1/verify", {}, token=admin).status == 403  # not for all namespaces
@@ -126,6 +129,25 @@ def test_rights_and_namespaces(shared_door: HttpDaemon) -> None:
     declared = {"model": "c", "opaque_bytes": 8}
     assert door.post("/v1/namespaces", declared, token=reader).status == 403
     assert door.post("/v1/namespaces", declared | {"model": "a/y"}, token=reader).status == 200
+    told = declared | {"model": "a/y", "terms": {"text": "off"}}
+    assert door.post("/v1/namespaces", told, token=reader).status == 403
+    assert door.post("/v1/namespaces", told, token=writer).status == 200
+
+
+def test_a_session_of_others_is_as_good_as_none(shared_door: HttpDaemon) -> None:
+    door = shared_door
+    ns = door.declare(8, "b")
+    put(door, f"{ns}/blobs/{key('session')}", bytes(8), X_Blobstore_Session="of b")
+
+    def is_cold() -> bool:
+        door.post(f"{ns}/drop", {"keys": [key("session")], "tier": "dram"})
+        (facts,) = door.post(f"{ns}/stat", {"keys": [key("session")]}).json["blobs"]
+        return bool(facts["tiers"] == ["ssd"])
+
+    poll_until(is_cold, 20.0, "it is on SSD alone")
+    for token, count in ((SECRETS["reader"], 0), (SECRETS["admin"], 1)):
+        answer = door.post("/v1/prefetch", {"session": "of b"}, token=token)
+        assert (answer.status, answer.json) == (200, {"count": count})
 
 
 def test_explain_names_no_blobs_of_namespaces_that_a_token_may_not_see(

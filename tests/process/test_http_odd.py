@@ -81,7 +81,7 @@ def test_any_model_name_makes_a_namespace(door: HttpDaemon, model: str) -> None:
 )  # fmt: skip
 def test_odd_bodies_are_refused(door: HttpDaemon, body: bytes) -> None:
     ns = door.declare(8, "odd")
-    for verb in ("match", "exists", "stat", "prefetch", "pin", "drop"):
+    for verb in ("match", "exists", "stat", "prefetch", "pin", "drop", "forget"):
         answer = door.ask("POST", f"{ns}/{verb}", body, BODY)
         assert (answer.status, answer.error) == (400, "invalid_request"), (verb, answer)
     answer = door.ask("POST", "/v1/namespaces", body, BODY)
@@ -187,7 +187,7 @@ def test_a_misspelt_query_is_refused_not_ignored(door: HttpDaemon, query: str) -
     query = query.replace("parent", f"parent={key(1)}&parent={key(2)}")
     answer = door.ask("PUT", f"{path}?{query}", bytes(8))
     assert (answer.status, answer.error) == (400, "invalid_request"), answer
-    assert "known are parent, retention, timeout_s, tokens" in answer.json["message"]
+    assert "known are job, parent, retention, timeout_s, tokens" in answer.json["message"]
     assert door.ask("HEAD", path).status == 404
     assert door.ask("GET", "/v1/stats?x=1").status == 400
     assert door.ask("GET", "/healthz?now=1", token=None).status == 200

@@ -121,11 +121,37 @@ def test_a_branch_does_not_see_the_other_branchs_tokens(
     assert list(model.generate(branch, cache, 12)) == list(model.generate(branch, empty(model), 12))
 
 
+def test_chunks_read_for_their_state_alone_are_those_of_a_prefill(
+    model: SmolLM2, prompt: list[int]
+) -> None:
+    whole = prompt[: len(prompt) // CHUNK * CHUNK]
+    expected, cache = empty(model), empty(model)
+    model.prefill(whole, expected)
+    model.read(whole[:CHUNK], cache)
+    model.read(whole[CHUNK:], cache)
+    assert payloads(cache) == payloads(expected)
+    model.read([], cache)
+    with pytest.raises(InvalidRequest, match="takes whole"):
+        model.read(prompt[:3], cache)
+    with pytest.raises(InvalidRequest, match="and 256 tokens"):
+        model.read([1] * 256, cache)
+
+
 def test_more_tokens_than_the_cache_takes_are_refused(model: SmolLM2) -> None:
     with pytest.raises(InvalidRequest, match="takes 1 to 256"):
         model.prefill([1] * 257, empty(model))
     with pytest.raises(InvalidRequest, match="takes 1 to 256"):
         model.prefill([], empty(model))
+
+
+def test_a_conversation_becomes_the_prompt_of_its_next_answer(chat: Chat) -> None:
+    ids = chat.answered(chat.encode("Yes."))
+    opening: list[tuple[str, str | list[int]]] = [("system", "Be brief."), ("user", "Is it?")]
+    asked = chat.turn("system", "Be brief.") + chat.ask("Is it?")
+    assert chat.prompt(opening) == asked
+    assert chat.prompt([*opening, ("assistant", ids[:-2]), ("tool", "It was.")]) == [
+        *asked, *ids, *chat.ask("It was.", "tool")
+    ]  # fmt: skip
 
 
 def test_text_survives_the_tokenizer(chat: Chat) -> None:
@@ -144,6 +170,14 @@ def test_an_answer_is_closed_once_whether_it_ended_itself_or_was_cut(chat: Chat)
 def test_the_file_names_its_weights(file: ModelFile) -> None:
     assert len(bytes.fromhex(file.digest)) == 32
     assert (file.sizes.layers, file.sizes.kv_heads, file.sizes.head_size) == (30, 3, 64)
+
+
+def test_with_some_layers_it_is_another_model(file: ModelFile) -> None:
+    short = ModelFile(layers=1)
+    assert (short.sizes.layers, short.digest) == (1, file.digest)
+    names = short.weights().keys()
+    assert "blk.0.attn_q.weight" in names
+    assert not any(name.startswith("blk.1.") for name in names)
 
 
 def test_a_missing_model_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
