@@ -64,29 +64,13 @@ TINY = (
 """As AGENT, small."""
 
 
-def drawn(seed: int, tokens_max: int) -> tuple[Request, ...]:
-    """A conversation of a few short turns, with a branch, a pause and a compaction somewhere."""
-    rng = random.Random(seed)  # noqa: S311 (texts to be read by a model)
-    requests = [Request("task", "user", rng.randint(70, tokens_max))]
-    n = rng.randint(4, 5)
-    pause, branch, compaction = rng.randrange(1, n), rng.randrange(2, n), rng.randrange(2, n)
-    for number in range(1, n):
-        role, n_tokens = rng.choice(("tool", "user")), rng.randint(10, tokens_max)
-        if number == compaction:
-            requests.append(Request("compaction", "user", n_tokens, compacts=number - 1))
-            continue
-        after = rng.randrange(number) if number == branch else number - 1
-        requests.append(Request("turn", role, n_tokens, after=after, pause=number == pause))
-    return tuple(requests)
-
-
 class Conversation:
     """The contexts of the requests of a script, as token ids."""
 
     def __init__(self, chat: Chat, script: Sequence[Request], seed: int) -> None:
         self._chat = chat
         self._script = script
-        self._rng = random.Random(seed)  # noqa: S311 (as above)
+        self._rng = random.Random(seed)  # noqa: S311 (texts to be read by a model)
         self._opening = chat.turn("system", f"{SYSTEM} {self._text(RULES_TOKENS)}")
         self._contexts: dict[int, list[int]] = {}
 

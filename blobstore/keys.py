@@ -26,9 +26,10 @@ KEY_BYTES = 32
 """Length of the keys derived here."""
 KEY_BYTES_MIN, KEY_BYTES_MAX = 8, 64
 """Lengths of keys that an engine may supply."""
+ID_BYTES = 4
+"""Token ids are u32 LE, wherever they travel or are kept."""
 
 _TAG = b"blobstore/key/1\0"
-_ID_BYTES = 4
 _ID_MAX = (1 << 32) - 1
 
 
@@ -114,7 +115,7 @@ def chain(parent: bytes, token_ids: object, tokens_per_blob: int, *, tail: bool 
     if len(parent) != KEY_BYTES:
         raise InvalidRequest(f"a parent has {KEY_BYTES} bytes, found {len(parent)}")
     ids = packed_ids(token_ids)
-    step = tokens_per_blob * _ID_BYTES
+    step = tokens_per_blob * ID_BYTES
     covered = ids.nbytes if tail else ids.nbytes - ids.nbytes % step
     start, keys = sha256(_TAG), []
     for at in range(0, covered, step):
@@ -124,7 +125,7 @@ def chain(parent: bytes, token_ids: object, tokens_per_blob: int, *, tail: bool 
         state.update(ids[at : at + step])
         parent = state.digest()
         keys.append(parent)
-    return Keys(b"".join(keys), KEY_BYTES, covered % step // _ID_BYTES)
+    return Keys(b"".join(keys), KEY_BYTES, covered % step // ID_BYTES)
 
 
 def key_of(parent: bytes, ids: bytes) -> bytes:

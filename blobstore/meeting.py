@@ -18,7 +18,7 @@ from blobstore.units import MIB
 from blobstore.wanted import Wanted
 
 if TYPE_CHECKING:
-    from blobstore.recall import Waiting
+    from blobstore.rebuild_wait import Wait
 
 SHARE = 8
 """Of what lies between the two sides this part is loaded at once, at least a blob."""
@@ -42,7 +42,7 @@ class Meeting:
         self,
         records: Sequence[Record],
         wanted: Wanted,
-        waiting: Waiting,
+        waiting: Wait,
         loader: Loader,
         clock: Callable[[], float],
         made_in_s: float | None,

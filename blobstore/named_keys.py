@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from blobstore.errors import InvalidRequest
 from blobstore.index import Index, NamespaceState
+from blobstore.keys import KEY_BYTES_MAX, KEY_BYTES_MIN
 from blobstore.protocol import KEYS_MAX
-
-KEY_BYTES = range(8, 65)
 
 
 def checked(index: Index, namespace_id: bytes, keys: bytes, key_bytes: int) -> NamespaceState:
@@ -17,9 +16,10 @@ def checked(index: Index, namespace_id: bytes, keys: bytes, key_bytes: int) -> N
     state = index.namespaces.get(namespace_id)
     if state is None:
         state = index.namespace(namespace_id)  # raises
-    if key_bytes not in KEY_BYTES or len(keys) % key_bytes or not keys:
+    if not KEY_BYTES_MIN <= key_bytes <= KEY_BYTES_MAX or len(keys) % key_bytes or not keys:
         raise InvalidRequest(
-            f"{len(keys)} bytes are not one or more keys of {key_bytes} bytes (8 to 64 each)"
+            f"{len(keys)} bytes are not one or more keys of {key_bytes} bytes "
+            f"({KEY_BYTES_MIN} to {KEY_BYTES_MAX} each)"
         )
     if len(keys) > KEYS_MAX * key_bytes:
         raise InvalidRequest(f"{len(keys) // key_bytes} keys in a call that takes {KEYS_MAX}")

@@ -22,6 +22,9 @@ NO_EXTENT = (1 << 64) - 1
 KEYS_MAX = 100_000
 """Keys of one call: bounds its reply, and how long others wait for it."""
 
+TEXT_BYTES_MAX = 1 << 20
+"""Of the caller's text in one request, as UTF-8."""
+
 Count = Annotated[int, msgspec.Meta(ge=0)]
 """A number, position or id. Never negative: Python would count from the end."""
 

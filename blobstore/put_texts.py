@@ -7,11 +7,10 @@ from collections.abc import Sequence
 from blobstore.drafts import Answer, Reservation, Slot
 from blobstore.errors import InvalidRequest
 from blobstore.index import NamespaceState, Record, Retention
+from blobstore.keys import ID_BYTES
 from blobstore.namespace import Namespace
-from blobstore.text_entry import TEXT_BYTES_MAX, TextEntry
-
-ID_BYTES = 4
-"""Token ids travel as u32 LE."""
+from blobstore.protocol import TEXT_BYTES_MAX
+from blobstore.text_entry import TextEntry
 
 Entries = dict[bytes, TextEntry]
 """By key."""

@@ -23,6 +23,7 @@ from blobstore.hint import Hint
 from blobstore.holder import Holder, Lease
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.loader import Loader
+from blobstore.named_keys import split
 from blobstore.recall import Recall, Recalled
 from blobstore.residency import Residency
 from blobstore.uses import Uses
@@ -62,9 +63,7 @@ class _Asked:
 
     def chain(self) -> list[bytes]:
         """The keys one by one."""
-        return [
-            self.keys[at : at + self.key_bytes] for at in range(0, len(self.keys), self.key_bytes)
-        ]
+        return split(self.keys, self.key_bytes)
 
 
 class Readers:

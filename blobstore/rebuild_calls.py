@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from blobstore import protocol as p
 from blobstore.errors import InvalidRequest
+from blobstore.keys import ID_BYTES
 from blobstore.rebuild_tasks import Task
 from blobstore.rebuilds import Rebuilds
 from blobstore.runners import Runner
@@ -69,7 +70,7 @@ class RebuildCalls:
 
 
 def _told(task: Task) -> p.Rebuild:
-    n_tokens = len(task.tokens) // 4
+    n_tokens = len(task.tokens) // ID_BYTES
     return p.Rebuild(
         task.job_id,
         task.ns.id,

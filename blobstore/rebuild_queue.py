@@ -116,7 +116,7 @@ class RebuildQueue:
     def take(self, runner: Runner, limit_s: Callable[[Job], float]) -> Job | None:
         """The most urgent job that `runner` may begin now, given to it.
 
-        `limit_s` says how long it may take in all.
+        `limit_s` says of a job that has been given how long it may take in all.
         """
         if not runner.able or len(runner.running) >= runner.concurrency:
             return None
@@ -203,8 +203,8 @@ class RebuildQueue:
             if job.dependants:
                 self.on_news()
 
-    def end(self, runner: Runner, job_id: int, reason: str) -> Job | None:
-        """`runner` is done with a job, or ("reason") has failed; the job if it was its own.
+    def end(self, runner: Runner, job_id: int, reason: str) -> None:
+        """`runner` is done with a job, or ("reason") has failed.
 
         What nobody wants any more cannot fail.
         """
@@ -213,7 +213,7 @@ class RebuildQueue:
         job = self._given_to(runner, job_id)
         if job is None:
             self.on_news()  # it may be given another
-            return None
+            return
         job.runner = None
         if job.needed:
             runner.backoff.fault()
@@ -222,7 +222,6 @@ class RebuildQueue:
             runner.backoff.success()
             self._close(job, "" if job.n_sealed else "cancelled")
         self.on_news()
-        return job
 
     def drop(self, job: Job, reason: str) -> None:
         """Give up a job, whoever is at work on it."""

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.rebuild_jobs import Job
@@ -17,25 +16,12 @@ from blobstore.rebuild_queue import RebuildQueue
 from blobstore.residency import Residency
 from blobstore.runners import Runner
 from blobstore.text_entry import TextEntry
+from blobstore.texts import Texts
 
 CONTEXT_BYTES_MAX = 5 << 20
 """Of keys and tokens before a job that its runner is told: more than a million tokens."""
-TEXT_BYTES_MAX = 1 << 20
+JOB_TEXT_BYTES_MAX = 1 << 20
 """Of the caller's texts that a runner is told with a job."""
-
-
-class TextsOf(Protocol):
-    """What is known of blobs' tokens."""
-
-    async def chain(self, ns: NamespaceState, keys: Sequence[bytes]) -> Sequence[TextEntry | None]:
-        """Of each key, or None."""
-        ...
-
-    async def ancestors(
-        self, ns: NamespaceState, key: bytes, most: int
-    ) -> Sequence[tuple[bytes, TextEntry]]:
-        """Of `key` and of what it continues, as far up as is known."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +54,7 @@ class Tasks:
         self,
         index: Index,
         residency: Residency,
-        texts: TextsOf,
+        texts: Texts,
         queue: RebuildQueue,
         clock: Callable[[], float],
     ) -> None:
@@ -152,7 +138,7 @@ class Tasks:
             entries[0].position,
             context_keys,
             b"".join(known) if whole else b"",
-            text if len(text) * 4 <= TEXT_BYTES_MAX or len(text.encode()) <= TEXT_BYTES_MAX else "",
+            text if len(text.encode()) <= JOB_TEXT_BYTES_MAX else "",
             job.told - job.base,
             max(job.deadline_s - now_s, 0.0),
             job.limit_s - now_s,

@@ -15,7 +15,6 @@ class Wait:
         self.ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         """"" once all that is wanted is made, else why it will not be. Never raises."""
         self._queue = queue
-        self._changed: set[asyncio.Future[None]] = set()
         self._waiter: Waiter | None = None
 
     def follow(self, waiter: Waiter) -> None:
@@ -27,17 +26,6 @@ class Wait:
     def n_sealed(self) -> int:
         """How many of the leading blobs are made."""
         return self._waiter.n_sealed if self._waiter is not None else 0
-
-    async def sealed(self, index: int) -> bool:
-        """Wait until blob number `index` is made; False if it never will be."""
-        while self.n_sealed <= index and not self.ended.done():
-            changed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._changed.add(changed)
-            try:
-                await changed
-            finally:
-                self._changed.discard(changed)
-        return self.n_sealed > index
 
     def stop_at(self, n: int) -> None:
         """Blobs from number `n` on are not wanted any more."""
@@ -54,6 +42,3 @@ class Wait:
         waiter = self._waiter
         if waiter is not None and waiter.reason is not None and not self.ended.done():
             self.ended.set_result(waiter.reason)
-        for changed in self._changed:
-            if not changed.done():
-                changed.set_result(None)

@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Collection, Sequence, Set
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
+from blobstore.estimates import Estimates
 from blobstore.index import Index, NamespaceState
 from blobstore.rebuild_jobs import Job
 from blobstore.rebuild_queue import RebuildQueue
-from blobstore.rebuild_tasks import Task, Tasks, TextsOf
+from blobstore.rebuild_tasks import Task, Tasks
 from blobstore.rebuild_wait import Wait
 from blobstore.residency import Residency
 from blobstore.runners import Runner, Runners
 from blobstore.text_entry import TextEntry
+from blobstore.texts import Texts
 
 JOB_S_MIN = 30.0
 JOB_S_UNKNOWN = 600.0
@@ -26,21 +28,9 @@ JOB_S_UNKNOWN = 600.0
 LATE = 5.0
 """Times what was estimated."""
 REASONS = frozenset(
-    ("failed", "no_context", "no_room", "refused", "divergent", "unwritten", "untold", "closed")
+    ("failed", "no_context", "no_room", "refused", "divergent", "unwritten", "untold")
 )
 """Why a runner may say that it ended a job before all was made; anything else is "failed"."""
-
-
-class EstimatesOf(Protocol):
-    """How fast runners are."""
-
-    def rebuilt(
-        self, namespace_id: bytes, runner: str, position: int, n_tokens: int, seconds: float
-    ) -> None:
-        """Learn from what took `seconds`."""
-
-    def rebuild_s(self, namespace_id: bytes, position: int, n_tokens: int) -> float | None:
-        """Seconds to rebuild so many tokens; None if that is not known yet."""
 
 
 class Rebuilds:
@@ -50,11 +40,11 @@ class Rebuilds:
         self,
         index: Index,
         residency: Residency,
-        texts: TextsOf,
-        estimates: EstimatesOf,
+        texts: Texts,
+        estimates: Estimates,
         clock: Callable[[], float],
         *,
-        jobs_max: int = 1024,
+        jobs_max: int,
     ) -> None:
         self._index = index
         self._estimates = estimates
@@ -229,9 +219,10 @@ class Rebuilds:
             self.unregister(runner)
 
     def _limit_s(self, job: Job) -> float:
-        """How long a runner may take for a job."""
+        """How long the runner of a job may take for it."""
+        assert job.runner is not None
         estimate_s = self._estimates.rebuild_s(
-            job.namespace_id, job.entries[job.base].position, job.n_tokens
+            job.namespace_id, job.entries[job.base].position, job.n_tokens, job.runner.name
         )
         return JOB_S_UNKNOWN if estimate_s is None else max(JOB_S_MIN, LATE * estimate_s)
 

@@ -8,17 +8,19 @@ What it leaves to loads is loaded by whoever asked. Used on the event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from blobstore.index import NamespaceState, Record
 from blobstore.loader import Loader
 from blobstore.meeting import Meeting
+from blobstore.rebuild_wait import Wait
+from blobstore.rebuilds import Rebuilds
 from blobstore.residency import Residency
-from blobstore.terms import Terms
+from blobstore.texts import Texts
 from blobstore.wanted import Wanted
 
 if TYPE_CHECKING:
@@ -41,65 +43,6 @@ AHEAD_MAX = 64
 
 AHEAD_S = 600.0
 AHEAD_PRIORITY = -1
-
-
-class TextsOf(Protocol):
-    """What is known of tokens, and what is agreed on."""
-
-    def terms(self, ns: NamespaceState) -> Terms:
-        """What holds for a namespace."""
-        ...
-
-    async def known(self, ns: NamespaceState, keys: Sequence[bytes]) -> int:
-        """How many leading keys have a text."""
-        ...
-
-    async def chain(self, ns: NamespaceState, keys: Sequence[bytes]) -> Sequence[TextEntry | None]:
-        """The text of each key; None: not known, or damaged."""
-        ...
-
-
-class Waiting(Protocol):
-    """For blobs that are rebuilt."""
-
-    @property
-    def ended(self) -> asyncio.Future[str]:
-        """ "" once all are made, else why they will not be."""
-        ...
-
-    def stop_at(self, n: int) -> None:
-        """Blobs from number `n` on are not wanted any more."""
-        ...
-
-    def leave(self, cancelled: bool = False) -> None:
-        """Wait no longer."""
-        ...
-
-
-class RebuildsOf(Protocol):
-    """Who has blobs rebuilt."""
-
-    def possible(self, ns: NamespaceState) -> bool:
-        """Some runner serves the namespace."""
-        ...
-
-    def estimate_s(
-        self, ns: NamespaceState, position: int, n_tokens: int
-    ) -> Awaitable[float | None]:
-        """Seconds until so many tokens could be rebuilt; None: not known."""
-        ...
-
-    def begin(
-        self,
-        ns: NamespaceState,
-        keys: Sequence[bytes],
-        entries: Sequence[TextEntry],
-        *,
-        deadline_s: float,
-        priority: int = 0,
-    ) -> Waiting:
-        """Have consecutive blobs rebuilt."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -138,8 +81,8 @@ class Recall:
         self,
         residency: Residency,
         loader: Loader | None,
-        texts: TextsOf,
-        rebuilds: RebuildsOf,
+        texts: Texts,
+        rebuilds: Rebuilds,
         clock: Callable[[], float],
     ) -> None:
         self._residency = residency
@@ -326,7 +269,7 @@ class Recall:
         return min(now_s + patience_s, run.deadline_s - FETCH_MARGIN * fetch_s)
 
     async def _all_here(
-        self, run: _Run, keys: Sequence[bytes], waiting: Waiting, until_s: float
+        self, run: _Run, keys: Sequence[bytes], waiting: Wait, until_s: float
     ) -> bool:
         """Wait until all `keys` are readable, or never will be, or time is up; whether they are."""
         n = 0
@@ -386,6 +329,6 @@ class _Awaiting:
                 del self._awaited[name]
 
 
-def _why(waiting: Waiting) -> str:
+def _why(waiting: Wait) -> str:
     """Why what was waited for is not there."""
     return waiting.ended.result() if waiting.ended.done() else "deadline"

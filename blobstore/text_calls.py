@@ -14,7 +14,8 @@ from blobstore.named_keys import checked, split
 from blobstore.put_texts import check_tokens, entries_told
 from blobstore.rebuilds import Rebuilds
 from blobstore.recall import Recall
-from blobstore.texts import TextEntry, Texts
+from blobstore.text_entry import TextEntry
+from blobstore.texts import Texts
 
 
 class TextCalls:

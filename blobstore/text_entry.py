@@ -11,13 +11,9 @@ from dataclasses import dataclass
 import numpy as np
 import zstandard
 
-from blobstore.keys import key_of
+from blobstore.keys import ID_BYTES, key_of
 from blobstore.namespace import HASH_SCHEME, Namespace
 
-TEXT_BYTES_MAX = 1 << 20
-"""Of one entry's `text`, as UTF-8."""
-
-_ID_BYTES = 4
 # position, bytes of token ids, bytes of text, bytes of the digest
 _HEAD = struct.Struct("<QIIB")
 
@@ -42,7 +38,7 @@ class TextEntry:
     @property
     def n_tokens(self) -> int:
         """How many tokens it stands for."""
-        return len(self.tokens) // _ID_BYTES
+        return len(self.tokens) // ID_BYTES
 
     def belongs_to(self, namespace: Namespace, key: bytes) -> bool:
         """Whether its tokens are those of `key`; believed where an engine made the key."""
@@ -56,7 +52,7 @@ class TextEntry:
 
 def encode(entry: TextEntry, compressor: zstandard.ZstdCompressor) -> bytes:
     """All of `entry` but its parent and size, which are kept beside it."""
-    planes = np.frombuffer(entry.tokens, np.uint8).reshape(-1, _ID_BYTES).T.tobytes()
+    planes = np.frombuffer(entry.tokens, np.uint8).reshape(-1, ID_BYTES).T.tobytes()
     text = entry.text.encode()
     head = _HEAD.pack(entry.position, len(planes), len(text), len(entry.digest))
     return head + entry.digest + compressor.compress(planes + text)
@@ -70,9 +66,9 @@ def decode(body: bytes, parent: bytes, nbytes: int) -> TextEntry:
         plain = zstandard.decompress(body[start:], max_output_size=n_planes + n_text)
     except (struct.error, zstandard.ZstdError) as error:
         raise ValueError("not an entry") from error
-    if len(plain) != n_planes + n_text or n_planes % _ID_BYTES:
+    if len(plain) != n_planes + n_text or n_planes % ID_BYTES:
         raise ValueError("not an entry: its lengths are wrong")
-    planes = np.frombuffer(plain, np.uint8, n_planes).reshape(_ID_BYTES, -1)
+    planes = np.frombuffer(plain, np.uint8, n_planes).reshape(ID_BYTES, -1)
     digest = body[_HEAD.size : start]
     text = plain[n_planes:].decode()
     return TextEntry(parent, position, planes.T.tobytes(), nbytes, digest, text)

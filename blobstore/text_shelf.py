@@ -78,7 +78,6 @@ class _Row(NamedTuple):
     """Below 0 if it is damaged."""
     nbytes: int
     noted_wall_s: float
-    has_text: bool
     name: bytes
     parent: bytes
     """Name of the blob that it continues; b"" at the root."""
@@ -418,10 +417,10 @@ def _checksum(bound: bytes) -> bytes:
 
 def _parsed(stored: bytes) -> _Row:
     size = len(stored) + _ROW_BYTES
-    damaged = _Row(-1, 0, 0.0, False, b"", b"", b"", b"", size)
+    damaged = _Row(-1, 0, 0.0, b"", b"", b"", b"", size)
     if len(stored) < _NAME_START:
         return damaged
-    slot, nbytes, noted, flags, n_key, n_parent = _HEAD.unpack_from(stored, _CHECKSUM.size)
+    slot, nbytes, noted, _, n_key, n_parent = _HEAD.unpack_from(stored, _CHECKSUM.size)
     middle = _NAME_START + _NAMESPACE_BYTES
     end = middle + n_key + n_parent
     bound = stored[_CHECKSUM.size : end]
@@ -430,8 +429,7 @@ def _parsed(stored: bytes) -> _Row:
     prefix = stored[_NAME_START:middle]
     parent = prefix + stored[middle + n_key : end] if n_parent else b""
     name = stored[_NAME_START : middle + n_key]
-    has_text = bool(flags & _HAS_TEXT)
-    return _Row(slot, nbytes, noted, has_text, name, parent, bound, stored[end:], size)
+    return _Row(slot, nbytes, noted, name, parent, bound, stored[end:], size)
 
 
 def _counted(txn: Reading) -> tuple[Totals, list[int]]:

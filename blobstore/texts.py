@@ -29,8 +29,6 @@ from blobstore.text_pending import PendingTexts
 from blobstore.text_shelf import DIRECTORY, Noted, Shelf
 from blobstore.text_tables import Totals
 
-__all__ = ["TextEntry", "Texts"]
-
 COMMIT_S = 0.5
 """How long a text waits for others."""
 BATCH_MAX = 1000

@@ -20,7 +20,7 @@ from blobstore.clients.steps import Call, Operation, Posted, ask, checked, reaso
 from blobstore.clients.ways import LoopWay, ThreadsWay
 from blobstore.clients.writer import WriterBase
 from blobstore.errors import BlobStoreError, InvalidRequest
-from blobstore.keys import Keys
+from blobstore.keys import ID_BYTES, Keys
 from blobstore.protocol import (
     Done,
     Get,
@@ -71,8 +71,9 @@ class RebuildJobBase:
         self.keys = Keys(told.keys, told.key_bytes, told.tail_tokens)
         self.tokens: Ids = np.frombuffer(told.tokens, "<u4")
         self.position = told.position
+        self.parent: LeaseBase | None = None
         self.context_keys = Keys(told.context_keys, told.key_bytes)
-        known = len(told.context) == told.position * 4
+        known = len(told.context) == told.position * ID_BYTES
         self.context: Ids | None = np.frombuffer(told.context, "<u4") if known else None
         self.text = told.text
         self.priority = told.priority
@@ -186,8 +187,6 @@ class RebuildJobBase:
 class RebuildJob(RebuildJobBase):
     """A job as a handler gets it; see RebuildJobBase. Blobs are lent when they are looked at."""
 
-    parent: LeaseBase | None = None
-
     def __init__(
         self, way: ThreadsWay, namespaces: Mapping[bytes, BoundNamespace], told: Rebuild
     ) -> None:
@@ -225,8 +224,6 @@ class AsyncRebuildJob(RebuildJobBase):
 
     Some blobs are lent ahead: `ahead` of them past the last that was sealed.
     """
-
-    parent: LeaseBase | None = None
 
     def __init__(
         self, way: LoopWay, namespaces: Mapping[bytes, BoundNamespace], told: Rebuild, share: int

@@ -101,7 +101,12 @@ class _Serving:
         if self._runner_id == runner_id:
             self._runner_id = 0
 
-    def _note(self, job: RebuildJobBase, why: str, seconds: float) -> None:
+    def _done_with(self, job: RebuildJobBase, why: str, seconds: float) -> None:
+        """Let go of all that the job holds, and count it."""
+        self._jobs.discard(job)
+        job._abort()
+        if job.parent is not None:
+            job.parent.release()
         self._counts["jobs"] += 1
         self._counts["blobs"] += job.n_sealed
         self._counts["tokens"] += sum(len(job.blob_tokens(i)) for i in range(job.n_sealed))
@@ -197,21 +202,13 @@ class RebuildServer(_Serving):
             self._handler(job)
             call = self._way.call(PARENT_S)
             why = self._way.run(job._seal_rest(call), call)
-        except RebuildStopped as error:
-            why = error.why
-        except (Retryable, StaleBoot) as error:
-            log.info("lost the daemon during a rebuild: %s", error)
         except Exception as error:
-            _tell(error)
+            why = _why(error)
         finally:
             self._end(job, why, monotonic() - started_s)
 
     def _end(self, job: RebuildJob, why: str, seconds: float) -> None:
-        self._jobs.discard(job)
-        job._abort()
-        if job.parent is not None:
-            job.parent.release()
-        self._note(job, why, seconds)
+        self._done_with(job, why, seconds)
         call = self._way.call(CALL_S)
         with suppress(BlobStoreError):  # then the daemon finds out by itself
             self._way.run(job._ended(why, seconds), call)
@@ -314,19 +311,11 @@ class AsyncRebuildServer(_Serving):
             await self._handler(job)
             call = self._way.call(PARENT_S)
             why = await self._way.run(job._seal_rest(call), call)
-        except RebuildStopped as error:
-            why = error.why
-        except (Retryable, StaleBoot) as error:
-            log.info("lost the daemon during a rebuild: %s", error)
         except Exception as error:
-            _tell(error)
+            why = _why(error)
         finally:
             seconds = monotonic() - started_s
-            self._jobs.discard(job)
-            job._abort()
-            if job.parent is not None:
-                job.parent.release()
-            self._note(job, why, seconds)
+            self._done_with(job, why, seconds)
         call = self._way.call(CALL_S)
         with suppress(BlobStoreError):  # then the daemon finds out by itself
             await self._way.run(job._ended(why, seconds), call)
@@ -344,6 +333,15 @@ class AsyncRebuildServer(_Serving):
             await asyncio.wait_for(self._stopping.wait(), seconds)
 
 
-def _tell(error: Exception) -> None:
-    """Say why a handler failed: in words, as the frames of a traceback hold views of blobs."""
-    log.warning("a rebuild failed: %s", "".join(traceback.format_exception(error)))
+def _why(error: Exception) -> str:
+    """Why a job ended early, which the log tells unless the daemon has had it stopped.
+
+    In words, as the frames of a traceback hold views of blobs.
+    """
+    if isinstance(error, RebuildStopped):
+        return error.why
+    if isinstance(error, Retryable | StaleBoot):
+        log.info("lost the daemon during a rebuild: %s", error)
+    else:
+        log.warning("a rebuild failed: %s", "".join(traceback.format_exception(error)))
+    return "failed"

@@ -17,17 +17,15 @@ from blobstore.clients.windows import windows
 from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable
 from blobstore.errors import BlobStoreError, InvalidRequest
 from blobstore.hint import Hint
-from blobstore.keys import Keys, packed_ids
+from blobstore.keys import ID_BYTES, Keys, packed_ids
 from blobstore.namespace import WriterGroup
-from blobstore.protocol import KEYS_MAX, NO_EXTENT, Reserve, Reserved
+from blobstore.protocol import KEYS_MAX, NO_EXTENT, TEXT_BYTES_MAX, Reserve, Reserved
 
 W = TypeVar("W", bound=WriterBase)
 
 
 TOKENS_MAX = 1 << 20
 """Whose ids go with one request."""
-TEXT_BYTES_MAX = 1 << 20
-_ID_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +46,7 @@ class PutTerms:
             parent, text = self.parent, self.text
         else:
             parent, text = keys[window.start - 1], ""
-        run = slice(*(at * ns.tokens_per_blob * _ID_BYTES for at in (window.start, window.stop)))
+        run = slice(*(at * ns.tokens_per_blob * ID_BYTES for at in (window.start, window.stop)))
         return replace(self, parent=parent, tokens=self.tokens[run], text=text)
 
 
@@ -63,12 +61,12 @@ def packed_tokens(ns: BoundNamespace, keys: Keys, token_ids: object) -> bytes:
     ids = packed_ids(token_ids)
     wanted = ns.leading_tokens(keys, len(keys))
     spare = 0 if keys.tail_tokens else ns.tokens_per_blob - 1
-    if not wanted <= ids.nbytes // _ID_BYTES <= wanted + spare:
+    if not wanted <= ids.nbytes // ID_BYTES <= wanted + spare:
         raise InvalidRequest(
-            f"{ids.nbytes // _ID_BYTES} token ids for {len(keys)} blobs of {wanted} tokens: "
+            f"{ids.nbytes // ID_BYTES} token ids for {len(keys)} blobs of {wanted} tokens: "
             "give those of the blobs that are put"
         )
-    return bytes(ids[: wanted * _ID_BYTES])
+    return bytes(ids[: wanted * ID_BYTES])
 
 
 def checked_text(text: str) -> str:
@@ -88,9 +86,9 @@ def reserve(
     """A writer for `keys`; after a fault, one that has nothing to write to but its own memory."""
     numbers = parts_written(ns, terms)
     check_parent(keys, terms.parent)
-    if len(terms.tokens) > TOKENS_MAX * _ID_BYTES:
+    if len(terms.tokens) > TOKENS_MAX * ID_BYTES:
         raise InvalidRequest(
-            f"{len(terms.tokens) // _ID_BYTES} token ids in a put that takes {TOKENS_MAX}: put the "
+            f"{len(terms.tokens) // ID_BYTES} token ids in a put that takes {TOKENS_MAX}: put the "
             "context in several runs, or with put_from"
         )
     if not keys or not numbers:

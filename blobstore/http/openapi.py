@@ -14,11 +14,13 @@ from aiohttp import web
 from blobstore import __version__
 from blobstore.fields import MAX_TEXT_BYTES
 from blobstore.http.answers import answer
+from blobstore.http.rebuilders import TTL_S_MAX, URL_CHARS_MAX
 from blobstore.http.texts import TOKENS_MAX
 from blobstore.keys import KEY_BYTES_MAX, KEY_BYTES_MIN
 from blobstore.layout import MAX_PAYLOAD_BYTES
 from blobstore.namespace import MAX_TOKENS_PER_BLOB
 from blobstore.protocol import KEYS_MAX
+from blobstore.runners import CONCURRENCY_MAX
 from blobstore.terms import DIVERGENCE, RECALL, TEXT
 
 Tree = dict[str, Any]
@@ -496,10 +498,14 @@ _PATHS: Tree = {
             ),
             body=_body(
                 json=_object(
-                    {"url": {"type": "string", "maxLength": 2048}},
+                    {"url": {"type": "string", "maxLength": URL_CHARS_MAX}},
                     {
-                        "concurrency": {"type": "integer", "minimum": 1, "maximum": 256},
-                        "ttl_s": {"type": "number", "minimum": 0, "maximum": 86400},
+                        "concurrency": {
+                            "type": "integer",
+                            "minimum": 1,
+                            "maximum": CONCURRENCY_MAX,
+                        },
+                        "ttl_s": {"type": "number", "minimum": 0, "maximum": TTL_S_MAX},
                         "blob_bytes": {"type": ["integer", "null"]},
                     },
                     closed=True,

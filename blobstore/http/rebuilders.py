@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import aiohttp
 import msgspec
@@ -40,8 +39,6 @@ ANSWER_BYTES_MAX = 64 << 10
 """Of what a runner answers, which nobody reads."""
 
 log = logging.getLogger(__name__)
-
-Post = Callable[[str, bytes, float], Any]
 
 
 class Callback(msgspec.Struct, forbid_unknown_fields=True):

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from blobstore.bench import engine_bench
-from blobstore.bench.engine_conversation import drawn
 from blobstore.bench.engine_process import EngineDied, EngineProcess, RebuilderProcess
 from blobstore.bench.engine_turns import Turns
 from blobstore.bench.engine_ways import COLD, WAYS
@@ -21,6 +20,7 @@ from blobstore.bench.model_file import ModelFile
 from blobstore.bench.own_daemon import OwnDaemon
 from blobstore.bench.setup import Setup
 from blobstore.units import MIB
+from tests.support.engine_scripts import drawn
 
 CONVERSATIONS = 20
 AT_ONCE = 5

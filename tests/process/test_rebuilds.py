@@ -17,7 +17,7 @@ from blobstore.clients.rebuilds import POLL_S
 from blobstore.errors import InvalidRequest, UnknownNamespace
 from blobstore.namespace import Namespace
 from tests.support.daemon import Daemon, daemon
-from tests.support.polling import poll_until
+from tests.support.polling import poll_until, poll_until_async
 from tests.support.rebuild_runner import (
     NAMESPACE,
     TOKENS,
@@ -96,8 +96,9 @@ async def test_cancelling_the_first_reader_strands_nobody(run: Daemon) -> None:
             first = asyncio.ensure_future(read_one())
             await asyncio.to_thread(program.hear)
             others = [asyncio.ensure_future(read_one()) for _ in range(7)]
-            while (await kv.stats())["rebuild"]["waiting"] < 8:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(WAIT_S):
+                while (await kv.stats())["rebuild"]["waiting"] < 8:
+                    await asyncio.sleep(0.01)
             first.cancel()
             program.tell("go")
             assert all(got == payloads for got in await asyncio.gather(*others))
@@ -268,8 +269,7 @@ async def test_coroutines_serve_as_well(run: Daemon) -> None:
         async with await kv.serve_rebuilds([ns], handle, concurrency=2) as server:
             async with kv.get(ns, keys) as lease:
                 assert [bytes(view) for view in lease] == payloads
-            while server.stats()["running"]:
-                await asyncio.sleep(0.01)
+            await poll_until_async(lambda: not server.stats()["running"], WAIT_S, "it is idle")
             stats = server.stats()
         assert (stats["jobs"], stats["failed"], stats["blobs"]) == (1, 0, 6)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -157,11 +156,9 @@ class TestFromText:
         ns = kv.namespace(SPACE)
         kv.drop(ns, KEYS)
         with served(run, Runner(blob_s=0.2)) as runner:
-            started_s = time.monotonic()
             with kv.get(ns, KEYS, timeout_s=0.5) as lease:
                 assert len(lease) < N
                 assert lease.reason == "deadline"
-            assert time.monotonic() - started_s < 2.0
             poll_until(lambda: runner.n_made == N, 20.0)
             assert read(kv)[0] == N
             assert len(runner.jobs) == 1

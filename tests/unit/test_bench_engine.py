@@ -9,10 +9,11 @@ import pytest
 
 from blobstore.bench.chat import Chat
 from blobstore.bench.engine import Turn
-from blobstore.bench.engine_conversation import AGENT, TINY, Conversation, Request, drawn
+from blobstore.bench.engine_conversation import AGENT, TINY, Conversation, Request
 from blobstore.bench.engine_plot import to_svg
 from blobstore.bench.engine_report import EngineReport, Sample, row
 from blobstore.bench.model_file import ModelFile
+from tests.support.engine_scripts import drawn
 
 
 def turn(restore_s: float, ttft_s: float, tokens: tuple[int, ...] = (5, 6)) -> Turn:

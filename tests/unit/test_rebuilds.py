@@ -13,7 +13,7 @@ from blobstore.index import NamespaceState
 from blobstore.rebuild_queue import SILENT_S
 from blobstore.rebuild_tasks import Task
 from blobstore.rebuild_wait import Wait
-from blobstore.rebuilds import JOB_S_UNKNOWN, Rebuilds
+from blobstore.rebuilds import JOB_S_UNKNOWN, LATE, Rebuilds
 from blobstore.runners import Runner
 from blobstore.settings import TieringSettings
 from blobstore.text_entry import TextEntry
@@ -231,6 +231,16 @@ def test_times_that_cannot_be_are_not_believed(seconds: float, world: World) -> 
     assert world.rebuilds.stats()["seconds"] == pytest.approx(4.0, abs=0.5)
 
 
+def test_each_runner_is_given_the_time_that_it_needs(world: World) -> None:
+    n_tokens = sum(entry.n_tokens for entry in world.entries[3:])
+    for name, seconds in (("slow", 100.0), ("fast", 1.0)):  # the last to have ended a job
+        world.store.estimates.rebuilt(world.ns.id, name, 3 * TOKENS, n_tokens, seconds)
+    world.drop(3)
+    slow = world.rebuilds.register("slow", [world.ns.id], 1)
+    world.begin(3)
+    assert world.task(slow).limit_s == pytest.approx(LATE * 100.0, rel=0.1)
+
+
 def test_a_runner_waits_for_its_job(world: World) -> None:
     world.drop(4)
     runner = world.register()
@@ -261,21 +271,6 @@ def test_whoever_asks_no_longer_takes_no_job(world: World) -> None:
     assert world.heirs(3) == 0
     assert world.task(runner).keys == world.keys[4:]
     assert not wait.ended.done()
-
-
-def test_readers_may_wait_for_single_blobs(world: World) -> None:
-    world.drop(3)
-    runner = world.register()
-    wait = world.begin(3)
-    one, all_ = world.sim.start(wait.sealed(0)), world.sim.start(wait.sealed(2))
-    task = world.task(runner)
-    world.make(runner, task, 1)
-    world.rest()
-    assert one.result()
-    assert not all_.done()
-    world.call(world.rebuilds.end, runner, task.job_id, 1, "failed", 1.0)
-    world.rest()
-    assert not all_.result()
 
 
 def test_only_what_a_job_makes_is_expected(world: World) -> None:
