@@ -19,7 +19,7 @@ _LINES = 3
 
 
 class EngineDied(BlobStoreError):
-    """An engine process ended by itself."""
+    """A process that runs the model, for an engine or as a rebuilder, ended by itself."""
 
     code = "engine_died"
 

@@ -22,7 +22,6 @@ from blobstore.tiering.tier import Extent
 ASIDE_MAX = 256
 """Blobs that must be written before they may go, past which one search looks for others."""
 
-
 JOINED_MAX = 256
 """Blobs that one search for a run of free room lets leave and come back: some milliseconds."""
 

@@ -116,7 +116,8 @@ class Residency:
 
     @property
     def expects_room(self) -> bool:
-        """Bytes are being wiped, are on their way to SSD, and may leave then, or looked for."""
+        """Room will come: bytes are being wiped, or may leave once they are on SSD, or a search for
+        some that may leave is under way."""
         return self.wiping_bytes > 0 or self.dirty_bytes() > 0 or self._search.active
 
     def could_hold(self, records: Sequence[Record]) -> bool:

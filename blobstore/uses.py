@@ -151,7 +151,7 @@ class Uses:
         self._clock = clock
         self._call_later = call_later
         self._waiting: OrderedDict[object, _Call] = OrderedDict()
-        """By leaf, session and kind of call."""
+        """By leaf, session, what was asked for beyond the leaf, and kind of call."""
         self._told: OrderedDict[Record, OrderedDict[_Name, _Told]] = OrderedDict()
         """Those told of last, last; likewise of one blob."""
         self._missed: OrderedDict[tuple[Record, str], deque[_Missed]] = OrderedDict()

@@ -23,7 +23,6 @@ from blobstore.protocol import KEYS_MAX, NO_EXTENT, TEXT_BYTES_MAX, Reserve, Res
 
 W = TypeVar("W", bound=WriterBase)
 
-
 TOKENS_MAX = 1 << 20
 """Whose ids go with one request."""
 
