@@ -89,6 +89,8 @@ class SimStore:
         if self.store._ssd is not None:
             with suppress(OSError, PowerLost):
                 self.store._ssd.close()
+        if self.store.texts._shelf is not None:
+            self.store.texts._shelf.close()
         self.store.arena.close()
 
     def crash(self, survival: Survival = "dropped", seed: int = 0) -> None:
