@@ -9,7 +9,7 @@ but to readers who asked to follow its parts. Used on the event loop only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -92,6 +92,7 @@ class Drafts:
         self._clock = clock
         self.ttl_s = ttl_s
         self._of_groups: dict[GroupKey, Draft] = {}
+        self._remade: set[Draft] = set()
 
     def open(
         self, record: Record, group_key: GroupKey | None, remade: TextEntry | None = None
@@ -102,6 +103,8 @@ class Drafts:
         record.ns.drafts.setdefault(record.key, []).append(record)
         draft = Draft(record, set(range(len(parts))), group_key, self._clock() + self.ttl_s)
         draft.remade = remade
+        if remade is not None:
+            self._remade.add(draft)
         if group_key is not None:
             self._of_groups[group_key] = draft
         return draft
@@ -140,6 +143,11 @@ class Drafts:
             record.fill.fail(_why_no_more(answer))
         self._residency.settle(record)
 
+    def forget(self, ns: NamespaceState, keys: Container[bytes]) -> None:
+        """Nothing that a runner makes again of `keys` is published, sealed or not."""
+        for draft in [d for d in self._remade if d.record.ns is ns and d.record.key in keys]:
+            self.kill(draft, ("refused", "cancelled"))
+
     def published(self, draft: Draft, answer: Answer) -> None:
         """Its record is in the index now."""
         self._retire(draft, answer)
@@ -147,6 +155,7 @@ class Drafts:
 
     def _retire(self, draft: Draft, answer: Answer) -> None:
         draft.answer = answer
+        self._remade.discard(draft)
         record = draft.record
         same_key = record.ns.drafts[record.key]
         same_key.remove(record)

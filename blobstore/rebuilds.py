@@ -153,7 +153,7 @@ class Rebuilds:
     def progress(self, runner: Runner, job_id: int, n_sealed: int) -> int:
         """`n_sealed` leading blobs of a job are said to be made; how many are still wanted.
 
-        Only what is held counts. 0 if the job is not the runner's any more.
+        Only what is there counts. 0 if the job is not the runner's any more.
         """
         job = self._queue.get(job_id)
         if job is not None and job.runner is runner:
@@ -227,13 +227,16 @@ class Rebuilds:
         return JOB_S_UNKNOWN if estimate_s is None else max(JOB_S_MIN, LATE * estimate_s)
 
     def _held(self, job: Job, n_sealed: int) -> int:
-        """How many of `n_sealed` leading blobs that a runner says it made are held."""
+        """How many of `n_sealed` leading blobs that a runner says it made are there.
+
+        What is on SSD alone it has not made: that was there before.
+        """
         blobs = self._index.namespace(job.namespace_id).blobs
         done = max(job.n_sealed - job.base, 0)
         n_sealed = min(n_sealed, len(job.keys) - job.base)
         while done < n_sealed:
             record = blobs.get(job.keys[job.base + done])
-            if record is None or not record.held:
+            if record is None or not record.held or record.cold:
                 break
             done += 1
         return done

@@ -111,13 +111,14 @@ class Recall:
         *,
         follow: bool = False,
         priority: int = 0,
+        pins: bool = True,
     ) -> Recalled:
         """Bring back what a runner should make of a chain, until the clock reads `deadline_s`.
 
-        What is held of it, and what comes, is kept until `wanted.release`. With `follow` blobs that
-        are being written count as held. Cancelling it leaves nothing behind.
+        With `pins` what is held of it, and what comes, is kept until `wanted.release`. With
+        `follow` blobs that are being written count as held. Cancelling it leaves nothing behind.
         """
-        wanted = Wanted(self._residency, ns)
+        wanted = Wanted(self._residency, ns, pins=pins)
         recalled = Recalled(wanted)
         try:
             run = await self._run(wanted, keys, deadline_s, follow, priority)
@@ -152,8 +153,7 @@ class Recall:
 
     async def _bring_ahead(self, ns: NamespaceState, keys: Sequence[bytes]) -> None:
         deadline_s = self._clock() + AHEAD_S
-        recalled = await self.bring(ns, keys, deadline_s, priority=AHEAD_PRIORITY)
-        recalled.wanted.release()
+        await self.bring(ns, keys, deadline_s, priority=AHEAD_PRIORITY, pins=False)
 
     async def _run(
         self,

@@ -180,6 +180,8 @@ class Sealing:
 
     def _publish(self, draft: Draft, record: Record) -> None:
         """Make `record` visible under its key, unless another writer was first."""
+        if draft.answer is not None:  # it was forgotten meanwhile
+            return
         own, shown = draft.record, None
         record.retention = self._kept_as(record.retention)
         existing, remade = own.ns.blobs.get(own.key), draft.remade

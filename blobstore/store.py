@@ -117,7 +117,8 @@ class Store:
         self._writeback: Writeback | None = None
         if ssd is not None:
             self._connect(ssd)
-        self._recall_from(texts)
+        drafts = Drafts(self.residency, clock, settings.reservation_ttl_s)
+        self._recall_from(texts, drafts)
         self._readers = Readers(
             self.index, self.residency, self._loader, self.counters, self.uses, clock,
             settings.max_leases_per_client, self.recall,
@@ -126,7 +127,6 @@ class Store:
             self.index, self.sessions, self.superseded, self.uses, self._readers, self.recall,
             texts,
         )  # fmt: skip
-        drafts = Drafts(self.residency, clock, settings.reservation_ttl_s)
         self._sealing = Sealing(
             self.index, self.residency, drafts, self._writeback, arena.view, pools.hash,
             HASH_LANES, clock, self.stories, self.counters, self.divergences,
@@ -184,12 +184,13 @@ class Store:
         self.residency.on_settled = writeback.settle
         self.residency.on_used = writeback.note_use
 
-    def _recall_from(self, texts: Texts) -> None:
+    def _recall_from(self, texts: Texts, drafts: Drafts) -> None:
         """Let blobs come back from what is known of their tokens."""
         self.recall = Recall(self.residency, self._loader, texts, self.rebuilds, self._clock)
         self.text_calls = TextCalls(
-            self.index, texts, self.losses, self.recall, self.rebuilds, self._pools.hash
-        )
+            self.index, texts, self.losses, self.recall, self.rebuilds, drafts,
+            self._pools.hash,
+        )  # fmt: skip
         self.divergences = Divergences(
             self.text_calls.divergence, self.counters, self.stories, self._clock
         )

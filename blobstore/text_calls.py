@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import replace
 from functools import partial
 
+from blobstore.drafts import Drafts
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.losses import Losses
 from blobstore.named_keys import checked, split
@@ -28,6 +29,7 @@ class TextCalls:
         losses: Losses,
         recall: Recall,
         rebuilds: Rebuilds,
+        drafts: Drafts,
         pool: Executor,
     ) -> None:
         self._index = index
@@ -35,6 +37,7 @@ class TextCalls:
         self._losses = losses
         self._recall = recall
         self._rebuilds = rebuilds
+        self._drafts = drafts
         self._pool = pool
 
     def rebuildable(
@@ -79,9 +82,13 @@ class TextCalls:
                 self._losses.drop(record)
         forgotten = dropped | await self._texts.forget(state, dropped.union(named))
         self._rebuilds.forget(state, forgotten.union(named))
-        for key in forgotten:  # what a runner made meanwhile
+        self._drafts.forget(state, forgotten.union(named))
+        made = [key for key in forgotten if key in state.blobs]  # by a runner, meanwhile
+        for key in made:
             if (record := state.blobs.get(key)) is not None:
                 self._losses.drop(record)
+        if made:  # their texts may have been noted again
+            await self._texts.forget(state, made)
         return len(forgotten)
 
     def divergence(self, ns: NamespaceState) -> str:

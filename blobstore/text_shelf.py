@@ -22,6 +22,7 @@ from xxhash import xxh3_64_intdigest
 
 from blobstore.errors import StorageFailed
 from blobstore.namespace import Namespace
+from blobstore.protocol import TEXT_BYTES_MAX
 from blobstore.text_entry import TextEntry, decode, encode
 from blobstore.text_keys import KeyFile, MemoryKeys, TextKeys
 from blobstore.text_tables import LmdbTables, MemoryTables, Reading, Tables, Totals, Writing
@@ -170,16 +171,25 @@ class Shelf:
     def read(
         self, namespace_id: bytes, keys: Sequence[bytes]
     ) -> tuple[list[TextEntry | None], list[bytes]]:
-        """The texts of `keys`, and the keys of those that are damaged. Raises StorageFailed."""
+        """The texts of `keys`, and the keys of those that are damaged. Raises StorageFailed.
+
+        The callers' texts are left out if they are more than one may be: a job tells no more.
+        """
         with self._tables.reading() as txn:
             rows = [_row_of(txn, _name(namespace_id, key)) for key in keys]
         entries: list[TextEntry | None] = []
         damaged: list[bytes] = []
+        chars = 0
         for key, row in zip(keys, rows, strict=True):
             entry = self._opened(namespace_id, row)
             if entry is None and row is not None:
                 entry, bad = self._read_again(namespace_id, key, row)
                 damaged += [key] if bad else []
+            if entry is not None and entry.text:
+                if chars <= TEXT_BYTES_MAX < chars + len(entry.text):
+                    entries = [each and replace(each, text="") for each in entries]
+                chars += len(entry.text)
+                entry = replace(entry, text="") if chars > TEXT_BYTES_MAX else entry
             entries.append(entry)
         return entries, damaged
 
@@ -355,15 +365,19 @@ class Shelf:
         """Make room for more, and remove what is overdue; slots to wipe."""
         gone: list[int] = []
         moves = 0
-        while moves < _MOVES_MAX and len(gone) < _EXPIRED_MAX + wanted_bytes // _ROW_BYTES:
+        while len(gone) < _EXPIRED_MAX + wanted_bytes // _ROW_BYTES:
             oldest = txn.oldest()
             if oldest is None:
                 break
             seq, stored = oldest
             row = _parsed(stored)
             full = totals.nbytes + wanted_bytes > self._quota_bytes
-            if not full and not self._overdue(row):
+            if not full and (moves == _MOVES_MAX or not self._overdue(row)):
                 break
+            if row.name and moves == _MOVES_MAX:
+                cut, totals = self._cut(txn, totals, row.name, wanted_bytes)
+                gone += cut
+                continue
             txn.remove(seq, row.name, row.parent)
             totals = _less(totals, row)
             if row.name and next(iter(txn.children(row.name)), None) is not None:
@@ -371,6 +385,23 @@ class Shelf:
                 moves += 1
             else:
                 gone.append(row.slot)
+        return gone, totals
+
+    def _cut(
+        self, txn: Writing, totals: Totals, name: bytes, wanted_bytes: int
+    ) -> tuple[list[int], Totals]:
+        """Make room with a chain that begins at `name`, from its end up; slots to wipe."""
+        gone: list[int] = []
+        path = {name: None}
+        while name:
+            name = next((child for child in txn.children(name) if child not in path), b"")
+            path |= {name: None} if name else {}
+        for name in reversed(path):
+            full = totals.nbytes + wanted_bytes > self._quota_bytes
+            if gone and (not full or next(iter(txn.children(name)), None) is not None):
+                break
+            totals, slots = _without(txn, totals, name)
+            gone += slots
         return gone, totals
 
     def _overdue(self, row: _Row) -> bool:

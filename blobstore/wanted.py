@@ -15,15 +15,16 @@ from blobstore.residency import Residency
 
 
 class Wanted:
-    """Pins on blobs of one namespace, until `release`."""
+    """Pins on blobs of one namespace, until `release`; none if nobody waits for them yet."""
 
-    def __init__(self, residency: Residency, ns: NamespaceState) -> None:
+    def __init__(self, residency: Residency, ns: NamespaceState, *, pins: bool = True) -> None:
         self.ns = ns
         self.rebuilt: set[bytes] = set()
         """Keys of blobs that a runner made meanwhile."""
         self.found_cold: set[bytes] = set()
         """Keys of blobs that were on SSD alone."""
         self._residency = residency
+        self._pins = pins
         self._pinned: dict[bytes, Record] = {}
         self._changed = asyncio.Event()
 
@@ -100,7 +101,7 @@ class Wanted:
 
     def _pin(self, record: Record) -> None:
         before = self._pinned.get(record.key)
-        if before is record:
+        if before is record or not self._pins:
             return
         self._residency.pin(record)
         self._pinned[record.key] = record

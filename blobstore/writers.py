@@ -310,8 +310,15 @@ class Writers:
         ns, job, previous = reservation.ns, reservation.job_id, parent
         wanted: list[Record | Draft] = []
         for key, (tokens, nbytes) in zip(keys, sizes, strict=True):
-            if job and self._jobs.entry(job, ns, key) is None:
-                break
+            if job:
+                entry = self._jobs.entry(job, ns, key)
+                if entry is None:
+                    break
+                if nbytes != ns.nbytes(entry.n_tokens):
+                    raise SizeMismatch(
+                        f"blob {key.hex()[:12]} has {entry.n_tokens} tokens, not {tokens}"
+                    )
+                tokens = entry.n_tokens
             existing = _held(ns, key)
             draft = self._drafts.of_group((ns.id, key, *group)) if group else None
             if existing is not None:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 import aiohttp
 import msgspec
@@ -52,11 +53,11 @@ class Callback(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(slots=True, eq=False)
 class _Registration:
-    """A callback, and the tasks that post to it."""
+    """A callback, and the tasks that wait for jobs and post them to it."""
 
     runner: Runner
     expires_s: float
-    tasks: list[asyncio.Task[None]]
+    tasks: set[asyncio.Task[None]]
 
 
 class Rebuilders:
@@ -107,25 +108,31 @@ class Rebuilders:
         if len(self._registrations) >= CALLBACKS_MAX:
             raise Busy(f"{CALLBACKS_MAX} callbacks are registered, the most there may be")
         if self._session is None:
-            self._session = aiohttp.ClientSession(auto_decompress=False)
+            self._session = aiohttp.ClientSession(
+                auto_decompress=False,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                connector=aiohttp.TCPConnector(limit=0),  # one that hangs must not hold up others
+            )
         runner = self._rebuilds.register(url[:80], [ns.id], concurrency, beats=False)
-        known = _Registration(runner, expires_s, [])
+        known = _Registration(runner, expires_s, set())
         self._registrations[ns.id, url] = known
-        loop = asyncio.get_running_loop()
-        known.tasks = [
-            loop.create_task(self._serve((ns.id, url), known)) for _ in range(concurrency)
-        ]
+        self._start(known, self._serve((ns.id, url), known))
         return known
+
+    def _start(self, known: _Registration, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        known.tasks.add(task)
+        task.add_done_callback(known.tasks.discard)
 
     def _end(self, name: tuple[bytes, str]) -> None:
         known = self._registrations.pop(name)
         self._rebuilds.unregister(known.runner)
-        for task in known.tasks:
+        for task in list(known.tasks):
             if task is not asyncio.current_task():
                 task.cancel()
 
     async def _serve(self, name: tuple[bytes, str], known: _Registration) -> None:
-        """Post jobs until the registration has expired."""
+        """Have jobs posted until the registration has expired."""
         loop = asyncio.get_running_loop()
         while self._registrations.get(name) is known:
             left_s = known.expires_s - loop.time()
@@ -134,9 +141,13 @@ class Rebuilders:
                 return
             task = await self._rebuilds.next(known.runner, min(left_s, POLL_S))
             if task is not None:
-                why = await self._post(name[1], task)
-                n_sealed = 0 if why else len(task.keys)  # those that it has not put do not count
-                self._rebuilds.end(known.runner, task.job_id, n_sealed, why, 0.0)
+                self._start(known, self._do(name[1], known.runner, task))
+
+    async def _do(self, url: str, runner: Runner, task: Task) -> None:
+        """See one job through."""
+        why = await self._post(url, task)
+        n_sealed = 0 if why else len(task.keys)  # those that it has not put do not count
+        self._rebuilds.end(runner, task.job_id, n_sealed, why, 0.0)
 
     async def _post(self, url: str, task: Task) -> str:
         """Have the runner do a job; "" or "failed"."""

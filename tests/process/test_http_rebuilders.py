@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -18,6 +20,7 @@ from tests.support.polling import poll_until
 from tests.support.rebuild_runner import NAMESPACE, NBYTES, TOKENS, ids_of, payload_of, put_and_drop
 
 WAIT_S = 30.0
+OTHER = dataclasses.replace(NAMESPACE, model="other")
 ONE = f"/v1/namespaces/{NAMESPACE.id.hex()}"
 
 Answering = Callable[[dict[str, Any]], int]
@@ -28,16 +31,20 @@ class Elsewhere:
 
     def __init__(self, answering: Answering) -> None:
         self.jobs: list[dict[str, Any]] = []
+        self.cookies: list[str] = []
+        """That came with jobs."""
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
             def do_POST(self) -> None:
                 job = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
                 outer.jobs.append(job)
+                outer.cookies += self.headers.get_all("Cookie", [])
                 status = answering(job)
                 self.send_response(status)
                 if status == 302:
                     self.send_header("Location", "/elsewhere")
+                self.send_header("Set-Cookie", f"job{job['job']}=1")
                 self.send_header("Content-Length", "0")
                 self.end_headers()
 
@@ -155,6 +162,54 @@ def test_a_runner_that_puts_nothing_has_failed(
     door.post(f"{ONE}/rebuilders", {"url": server.url})
     assert read(kv, ns, ids)[0] == []
     assert kv.stats()["rebuild"]["blobs"] == 0
+
+
+def test_what_runners_say_beside_their_answer_is_not_kept(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace, elsewhere: Callable[[Answering], Elsewhere]
+) -> None:
+    server = elsewhere(putting(door))
+    door.post(f"{ONE}/rebuilders", {"url": server.url.replace("127.0.0.1", "localhost")})
+    for seed in range(3):
+        put_and_drop(kv, ns, ids_of(1, seed))
+        assert read(kv, ns, ids_of(1, seed))[1] == ""
+    assert (len(server.jobs), server.cookies) == (3, [])
+
+
+def test_many_registrations_cost_others_nothing(door: HttpDaemon, ns: BoundNamespace) -> None:
+    started_s = time.monotonic()
+    for n in range(200):
+        asked = {"url": f"http://127.0.0.1:1/{n}", "concurrency": 256}
+        assert door.post(f"{ONE}/rebuilders", asked).status == 200
+    assert door.ask("GET", "/v1/namespaces").status == 200
+    assert time.monotonic() - started_s < 15.0
+
+
+def test_a_runner_that_hangs_holds_up_no_other(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace, elsewhere: Callable[[Answering], Elsewhere]
+) -> None:
+    hung, other = threading.Event(), kv.namespace(OTHER, terms=Terms(recall="rebuild"))
+    hanging = elsewhere(lambda job: 500 + hung.wait(WAIT_S))
+    for n in range(8):  # of which each may be given so many at once
+        door.post(f"{ONE}/rebuilders", {"url": f"{hanging.url}/{n}", "concurrency": 16})
+    chains = [ids_of(1, seed) for seed in range(128)]
+    for ids in chains:
+        put_and_drop(kv, ns, ids)
+    readers = [threading.Thread(target=read, args=(kv, ns, ids)) for ids in chains]
+    try:
+        for reader in readers:
+            reader.start()
+        poll_until(lambda: kv.stats()["rebuild"]["running"] == 128, WAIT_S, "all of them hang")
+        server = elsewhere(lambda job: 500)
+        door.post(f"/v1/namespaces/{OTHER.id.hex()}/rebuilders", {"url": server.url})
+        put_and_drop(kv, other, ids_of(1))
+        assert kv.get(other, other.keys(ids_of(1)), timeout_s=WAIT_S / 2).reason == "failed"
+        assert len(server.jobs) == 1
+    finally:
+        hung.set()
+        for n in range(8):
+            door.post(f"{ONE}/rebuilders", {"url": f"{hanging.url}/{n}", "ttl_s": 0})
+        for reader in readers:
+            reader.join()
 
 
 def test_nobody_at_the_address_is_a_miss(door: HttpDaemon, kv: Client, ns: BoundNamespace) -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from blobstore.errors import InvalidRequest
+from blobstore.errors import InvalidRequest, SizeMismatch
 from blobstore.index import NamespaceState
+from blobstore.layer_group import LayerGroup
+from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
 from blobstore.text_entry import TextEntry
 from blobstore.units import KIB, MIB
@@ -142,6 +144,26 @@ def test_a_job_that_ends_while_its_runner_waits_for_room_gets_none(
         world.call(writing.abort)
     assert world.sim.finish(waiting).reasons == ["cancelled"] * 4
     assert client.holder.lent_bytes == 0
+
+
+def test_a_blob_of_another_size_is_not_made(
+    world: SimStore, client: StoreClient, jobs: Jobs
+) -> None:
+    layout = KVLayout((LayerGroup("attention", 2, 2, 64, "fp16"),))
+    sized = world.declare(Namespace("m", layout, tokens_per_blob=16))
+    with pytest.raises(SizeMismatch, match="16 tokens, not 5"):
+        world.run(client.reserve(sized, KEYS[:1], tail_tokens=5, job=JOB))
+    assert client.holder.lent_bytes == 0
+
+
+def test_a_blob_has_the_tokens_that_it_had(
+    world: SimStore, ns: Namespace, client: StoreClient, jobs: Jobs
+) -> None:
+    """Where the size is the same for any number, a runner may not say how many."""
+    writing = world.run(client.reserve(ns, KEYS[:1], tail_tokens=5, job=JOB))
+    writing.write(0, PAYLOADS[0])
+    assert world.run(writing.seal()) == [("stored", "")]
+    assert world.store.state(ns.id).blobs[KEYS[0]].tokens == 16
 
 
 def test_a_group_makes_nothing_again(

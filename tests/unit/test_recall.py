@@ -439,3 +439,41 @@ def test_cancelling_a_get_lets_go_of_everything(world: World) -> None:
         with pytest.raises(asyncio.CancelledError):
             get.result()
         assert world.store.residency.pinned_bytes == 0
+
+
+def test_what_a_runner_only_says_it_made_is_loaded_and_not_learned_from(world: World) -> None:
+    world.chill()
+    tell(world, world.ns, recall="rebuild")
+    rebuilds = world.store.rebuilds
+    runner = rebuilds.register("liar", [world.ns.id], 1)
+    getting = world.sim.start(world.c.get(world.ns, list(world.keys), timeout_s=60.0))
+    task = world.run(rebuilds.next(runner, 5.0))
+    assert task is not None
+    rebuilds.end(runner, task.job_id, N, "", 0.001)
+    reading = world.sim.finish(getting)
+    assert (reading.payloads(), reading.served) == (world.payloads(), {"ssd": N})
+    reading.release()
+    assert rebuilds.stats()["blobs"] == 0
+    assert world.run(rebuilds.estimate_s(world.store.state(world.ns.id), 0, N)) is None
+    rebuilds.unregister(runner)
+
+
+def test_what_is_brought_ahead_keeps_nobody_from_the_room(world: World) -> None:
+    runner = world.store.rebuilds.register("frozen", [world.ns.id], 1)
+    contexts = [world.keys]
+    for seed in range(1, 9):
+        ids = list(range(seed * 1000, seed * 1000 + TOKENS * N))
+        contexts.append(world.ns.keys(np.array(ids)))
+        put_told(world, world.c, world.ns, contexts[-1], ids)
+    for keys in contexts:
+        world.call(world.c.drop, world.ns, list(keys[N - 1 :]))
+        state = world.store.state(world.ns.id)
+        assert world.call(world.store.recall.bring_ahead, state, list(keys))
+    world.run(asyncio.sleep(20.0))
+    assert world.store.rebuilds.stats()["jobs"] == len(contexts)
+    others = [f"{number:032d}".encode() for number in range(40)]
+    writing = world.run(world.c.reserve(world.ns, others, timeout_s=30.0))
+    assert writing.reasons == [""] * 40
+    world.call(writing.abort)
+    world.store.rebuilds.unregister(runner)
+    world.rest()

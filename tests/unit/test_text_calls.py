@@ -98,6 +98,45 @@ def test_what_a_runner_is_about_to_make_is_forgotten_too(
         assert (held(world), told(world)) == (1, 1)
 
 
+@pytest.mark.parametrize("nbytes", [1000, 1 << 20])
+@pytest.mark.parametrize("when", ["before", "while", "after"])
+def test_what_a_runner_was_lent_is_not_published_once_it_is_forgotten(
+    tmp_path: Path, nbytes: int, when: str
+) -> None:
+    ns = opaque(nbytes)
+    keys = ns.keys(np.array(IDS))
+    with SimStore(tmp_path, dram_bytes=16 << 20, ssd_bytes=32 << 20) as world:
+        world.declare(ns)
+        client, state = world.client(), world.store.state(ns.id)
+        put_told(world, client, ns, keys, IDS)
+        world.sim.advance(2.0)
+        world.finish_all()
+        world.call(client.drop, ns, [keys[0]])
+        rebuilds = world.store.rebuilds
+        runner = rebuilds.register("runner", [ns.id], 1)
+        getting = world.sim.start(client.get(ns, list(keys), timeout_s=60.0))
+        task = world.run(rebuilds.next(runner, 5.0))
+        assert task is not None
+        writing = world.run(client.reserve(ns, [keys[0]], job=task.job_id))
+        writing.write(0, bytes(nbytes))  # other bytes than before: the text is noted anew
+        forget = world.store.text_calls.forget(ns.id, keys.packed, 32)
+        if when == "before":
+            assert world.run(forget) == N
+            assert world.run(writing.seal()) == [("refused", "cancelled")]
+        else:
+            first = world.sim.start(forget if when == "after" else writing.seal())
+            second = world.sim.start(writing.seal() if when == "after" else forget)
+            world.sim.finish(first)
+            world.sim.finish(second)
+        world.sim.finish(getting).release()
+        rebuilds.unregister(runner)
+        world.sim.advance(2.0)
+        world.finish_all()
+        assert state.blobs == {}
+        assert world.run(world.store.texts.known(state, list(keys))) == 0
+        world.audit(quiet=True)
+
+
 async def _later(seconds: float, world: SimStore) -> int:
     await asyncio.sleep(seconds)
     return await world.store.text_calls.forget(NS.id, KEYS[1], 32)

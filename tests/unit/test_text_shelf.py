@@ -162,6 +162,30 @@ class TestRoom:
         assert held(shelf) == list(range(8))
         shelf.close()
 
+    def test_callers_texts_take_no_more_memory_than_one_may(self, shelf: Shelf) -> None:
+        keep(shelf, some(0, 1, 2, text="a" * (400 << 10)))
+        assert [entry and len(entry.text) for entry in read(shelf, KEYS[:2])] == [400 << 10] * 2
+        keep(shelf, some(3))
+        entries = read(shelf, KEYS[:4])
+        assert [entry and (entry.text, entry.n_tokens) for entry in entries] == [("", 16)] * 4
+
+    def test_conversations_that_grew_in_turn_leave_room_for_new_ones_at_once(
+        self, place: Place
+    ) -> None:
+        """All but the last turns are older than what continues them, and would only move."""
+        chains = [list(run_of(12, seed=seed).items()) for seed in range(1000)]
+        shelf = place.open(quota_bytes=8 * MIB)
+        for turn in range(12):
+            keep(shelf, dict(chain[turn] for chain in chains))
+        shelf._quota_bytes = full = shelf.totals().nbytes
+        for seed in range(2000, 2010):
+            kept = keep(shelf, run_of(200, seed=seed))
+            assert (kept.no_room, kept.totals.nbytes <= full) == (0, True)
+        for chain in chains[::100]:
+            left = held(shelf, dict(chain))
+            assert left == list(range(len(left)))
+        shelf.close()
+
     def test_more_than_the_quota_is_not_kept(self, place: Place) -> None:
         shelf = place.open(quota_bytes=2000)
         kept = keep(shelf, run_of(40))
