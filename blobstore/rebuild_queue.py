@@ -81,9 +81,11 @@ class RebuildQueue:
         deadline_s: float,
         on_change: Callable[[], None],
         priority: int = 0,
+        ready: bool = False,
     ) -> Waiter:
         """Have the blobs of a chain made; whoever makes some of them already is joined.
 
+        If what they continue is `ready`, no job that makes it too is waited for.
         The waiter may have ended when this returns: "no_runner", or "busy" if there are too
         many jobs.
         """
@@ -91,7 +93,7 @@ class RebuildQueue:
         if not self._served(namespace_id):
             self._end_waiter(waiter, "no_runner")
             return waiter
-        above = self._map.place(namespace_id, entries[0].parent)
+        above = None if ready else self._map.place(namespace_id, entries[0].parent)
         at = 0
         while at < len(keys):
             job = self._map.job_of(namespace_id, keys[at])

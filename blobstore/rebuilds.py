@@ -84,10 +84,11 @@ class Rebuilds:
 
         `deadline_s` is on the store's clock: until then the caller means to wait. Never raises.
         """
-        wait = Wait(self._queue)
+        wait, above = Wait(self._queue), ns.blobs.get(entries[0].parent)
         waiter = self._queue.submit(
-            ns.id, keys, entries, deadline_s=deadline_s, priority=priority, on_change=wait.look
-        )
+            ns.id, keys, entries, deadline_s=deadline_s, priority=priority, on_change=wait.look,
+            ready=above is not None and above.readable,
+        )  # fmt: skip
         wait.follow(waiter)
         return wait
 

@@ -8,7 +8,7 @@ What it leaves to loads is loaded by whoever asked. Used on the event loop only.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -54,7 +54,7 @@ class Recalled:
     """Why what is still missing did not come; empty if nobody tried."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Run:
     """The end of a chain that is to be brought back."""
 
@@ -66,6 +66,8 @@ class _Run:
     deadline_s: float
     priority: int
     wanted: Wanted = field(repr=False)
+    forgotten: bool = False
+    """Its end was cut off: the texts are to be forgotten."""
 
     def head(self, n: int) -> tuple[list[bytes], list[TextEntry]]:
         return self.keys[:n], self.entries[:n]
@@ -93,6 +95,9 @@ class Recall:
         self._awaited: dict[tuple[bytes, bytes], list[Wanted]] = {}
         """By namespace and key: who waits for a blob."""
         self._ahead: set[asyncio.Task[None]] = set()
+        self._runs: set[_Run] = set()
+        """That are being brought back."""
+        self._n_forgotten = 0
 
     def never_loads(self, ns: NamespaceState) -> bool:
         """Gets are given what is in DRAM, and nothing else."""
@@ -123,7 +128,11 @@ class Recall:
         try:
             run = await self._run(wanted, keys, deadline_s, follow, priority)
             if run is not None:
-                recalled.why = await self._bring(run)
+                self._runs.add(run)
+                try:
+                    recalled.why = await self._bring(run)
+                finally:
+                    self._runs.discard(run)
         except TimeoutError:
             recalled.why = "deadline"
         except BaseException:
@@ -144,6 +153,16 @@ class Recall:
         """A blob has become readable: those who wait for it hold it from now on."""
         for wanted in self._awaited.get((record.ns.id, record.key), ()):
             wanted.shown(record, rebuilt=rebuilt)
+
+    def forget(self, ns: NamespaceState, keys: Container[bytes]) -> None:
+        """Texts are to be forgotten: of those that were read already nothing is begun any more."""
+        self._n_forgotten += 1
+        for run in self._runs:
+            if run.ns is ns:
+                n = next((n for n, key in enumerate(run.keys) if key in keys), None)
+                if n is not None:
+                    del run.keys[n:], run.entries[n:]
+                    run.forgotten = True
 
     async def close(self) -> None:
         """Give up what is brought ahead."""
@@ -185,8 +204,11 @@ class Recall:
 
     async def _known(self, ns: NamespaceState, keys: Sequence[bytes]) -> list[TextEntry]:
         """The texts of the leading keys, as far as they are known."""
+        n_forgotten = self._n_forgotten
         n = await self._texts.known(ns, keys)
         told = await self._texts.chain(ns, keys[:n]) if n else ()
+        if n_forgotten != self._n_forgotten:  # it may be some of these
+            return await self._known(ns, keys)
         return [entry for entry in takewhile(lambda entry: entry is not None, told) if entry]
 
     async def _bring(self, run: _Run) -> str:
@@ -199,8 +221,8 @@ class Recall:
             await self._from_both_ends(run)
             if not all(record.held for record in run.cold):
                 return "corrupt"
-        if n_cold == len(run.keys):
-            return ""
+        if n_cold >= len(run.keys):
+            return "no_text" if run.forgotten else ""
         if self._loader is not None:  # while a runner makes what comes after
             self._loader.begin([record for record in run.cold if record.cold], stream=False)
         return await self._rebuild(run, *run.tail(n_cold))

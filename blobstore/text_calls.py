@@ -81,6 +81,7 @@ class TextCalls:
                 dropped.update(each.key for each in self._index.subtree(record))
                 self._losses.drop(record)
         forgotten = dropped | await self._texts.forget(state, dropped.union(named))
+        self._recall.forget(state, forgotten.union(named))
         self._rebuilds.forget(state, forgotten.union(named))
         self._drafts.forget(state, forgotten.union(named))
         made = [key for key in forgotten if key in state.blobs]  # by a runner, meanwhile

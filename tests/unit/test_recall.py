@@ -477,3 +477,46 @@ def test_what_is_brought_ahead_keeps_nobody_from_the_room(world: World) -> None:
     world.call(writing.abort)
     world.store.rebuilds.unregister(runner)
     world.rest()
+
+
+def test_what_is_forgotten_while_the_rest_comes_is_not_made(world: World) -> None:
+    world.chill()
+    world.drop(6)
+    tell(world, world.ns, recall="both")
+    assert world.store._loader is not None
+    world.store._loader.begin = lambda *records, stream: 0  # type: ignore[method-assign]
+    with sim_runner(world, world.ns, blob_s=2.0) as runner:
+        getting = world.sim.start(world.c.get(world.ns, list(world.keys), timeout_s=60.0))
+        world.run(asyncio.sleep(3.0))
+        forget = world.store.text_calls.forget(world.ns.id, world.keys[6], 32)
+        assert world.run(forget) == N - 6
+        reading = world.sim.finish(getting)
+        reading.release()
+        world.run(asyncio.sleep(30.0))
+        assert (len(reading), reading.reason) == (6, "no_text")
+        assert runner.made == list(world.keys[:6])
+
+
+def test_what_is_forgotten_while_its_text_is_read_is_not_made(world: World) -> None:
+    world.drop()
+    read, forget = world.store.texts.chain, world.store.text_calls.forget
+
+    async def read_late(*names: object) -> object:
+        entries = await read(*names)  # type: ignore[arg-type]
+        world.store.texts.chain = read  # type: ignore[method-assign]
+        await forget(world.ns.id, world.keys.packed, 32)
+        return entries
+
+    world.store.texts.chain = read_late  # type: ignore[assignment, method-assign]
+    with sim_runner(world, world.ns) as runner:
+        assert world.read() == (0, {})
+        assert runner.jobs == []
+
+
+def test_what_follows_blobs_that_were_loaded_does_not_wait_for_their_rebuild(world: World) -> None:
+    world.chill()
+    world.drop(6)
+    tell(world, world.ns, recall="both")
+    with sim_runner(world, world.ns, blob_s=2.0) as runner:
+        assert world.took_s() < 2.5 * 2.0 + 2.0, "one of the first six at most, and the last two"
+        assert runner.made[-2:] == list(world.keys[6:])
