@@ -349,7 +349,8 @@ class Shelf:
         for row in rows:
             totals, replaced = _without(txn, totals, row.name)
             gone += replaced
-        evicted, totals = self._evict(txn, totals, sum(row.size for row in rows))
+        wanted_bytes = sum(row.size for row in rows)
+        evicted, totals = self._evict(txn, totals, wanted_bytes, {row.parent for row in rows})
         gone += evicted
         no_room = 0
         for row in rows:
@@ -361,8 +362,17 @@ class Shelf:
         txn.set_totals(totals)
         return len(evicted), no_room, gone, totals
 
-    def _evict(self, txn: Writing, totals: Totals, wanted_bytes: int) -> tuple[list[int], Totals]:
-        """Make room for more, and remove what is overdue; slots to wipe."""
+    def _evict(
+        self,
+        txn: Writing,
+        totals: Totals,
+        wanted_bytes: int,
+        parents: Container[bytes] = (),
+    ) -> tuple[list[int], Totals]:
+        """Make room for more, and remove what is overdue; slots to wipe.
+
+        What is to be added continues `parents`.
+        """
         gone: list[int] = []
         moves = 0
         while len(gone) < _EXPIRED_MAX + wanted_bytes // _ROW_BYTES:
@@ -380,7 +390,8 @@ class Shelf:
                 continue
             txn.remove(seq, row.name, row.parent)
             totals = _less(totals, row)
-            if row.name and next(iter(txn.children(row.name)), None) is not None:
+            above = row.name in parents or next(iter(txn.children(row.name)), None) is not None
+            if row.name and above:
                 totals = _put(txn, totals, row)  # behind what continues it
                 moves += 1
             else:

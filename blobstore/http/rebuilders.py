@@ -167,7 +167,8 @@ class Rebuilders:
                     return ""
                 log.warning("a runner answered %s with %d", _named(url), response.status)
         except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
-            log.warning("a runner cannot be asked at %s: %s", _named(url), error or "time is up")
+            # What it says may hold the URL as a whole, and what the runner sent.
+            log.warning("a runner cannot be asked at %s: %s", _named(url), type(error).__name__)
         return "failed"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -210,6 +211,24 @@ def test_a_runner_that_hangs_holds_up_no_other(
             door.post(f"{ONE}/rebuilders", {"url": f"{hanging.url}/{n}", "ttl_s": 0})
         for reader in readers:
             reader.join()
+
+
+def test_no_log_holds_what_a_url_or_a_runner_says(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace
+) -> None:
+    put_and_drop(kv, ns, ids_of(1))
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        url = f"http://127.0.0.1:{server.getsockname()[1]}/?token=in-the-url"
+        door.post(f"{ONE}/rebuilders", {"url": url})
+        reader = threading.Thread(target=read, args=(kv, ns, ids_of(1)))
+        reader.start()
+        with server.accept()[0] as peer:
+            peer.recv(1 << 16)
+            peer.sendall(b"no HTTP at all: in-the-answer\r\n\r\n")
+        reader.join()
+    log = door.run.said
+    assert "a runner cannot be asked" in log
+    assert "in-the" not in log
 
 
 def test_nobody_at_the_address_is_a_miss(door: HttpDaemon, kv: Client, ns: BoundNamespace) -> None:

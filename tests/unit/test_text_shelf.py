@@ -162,6 +162,16 @@ class TestRoom:
         assert held(shelf) == list(range(8))
         shelf.close()
 
+    def test_what_continues_the_oldest_does_not_push_it_out(self, place: Place) -> None:
+        shelf = place.open(quota_bytes=8 * MIB)
+        keep(shelf, some(0, 1))
+        for seed in range(1, 9):
+            keep(shelf, run_of(1, seed=seed))
+        shelf._quota_bytes = shelf.totals().nbytes
+        assert keep(shelf, some(2)).no_room == 0
+        assert held(shelf) == [0, 1, 2]
+        shelf.close()
+
     def test_callers_texts_take_no_more_memory_than_one_may(self, shelf: Shelf) -> None:
         keep(shelf, some(0, 1, 2, text="a" * (400 << 10)))
         assert [entry and len(entry.text) for entry in read(shelf, KEYS[:2])] == [400 << 10] * 2
