@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from hypothesis import strategies as st
 
 from blobstore.index import NamespaceState
+from blobstore.keys import ID_BYTES
 from blobstore.layout import KVLayout, LayerGroup
 from blobstore.namespace import Namespace
 from blobstore.text_entry import TextEntry
@@ -217,7 +218,8 @@ class EveryJob:
     def entry(self, job_id: int, ns: NamespaceState, key: bytes) -> TextEntry:
         number = NUMBERS[ns.id]
         digest = variant_digest(key, 0, nbytes_of(number))
-        return TextEntry(b"", 0, b"", nbytes_of(number), digest)
+        tokens = bytes(ID_BYTES * ns.namespace.tokens_per_blob)
+        return TextEntry(b"", 0, tokens, nbytes_of(number), digest)
 
     def made(self, job_id: int, key: bytes) -> None:
         """Nobody waits for it."""
