@@ -80,7 +80,7 @@ bench: $(VENV)/.demo
 soak: $(VENV)/.dev
 	$(BIN)/pytest -m soak --timeout 0 $(ARGS)
 
-# The contracts against the wheel as users install it, in another directory. What only tests need (a browser's
+# Contracts of clients, policies and tiers against the wheel as users install it, in another directory. What only tests need (a browser's
 # driver, torch, rivals: gigabytes) is borrowed from the environment that has it.
 wheel-check: $(VENV)/.dev
 	rm -rf $(VENV)/wheel-check && mkdir $(VENV)/wheel-check
@@ -94,7 +94,7 @@ wheel-check: $(VENV)/.dev
 	cp -r pyproject.toml tests docs $(VENV)/wheel-check/
 	cd $(VENV)/wheel-check && venv/bin/blobstore --version && \
 	    venv/bin/python -c 'import blobstore; assert "wheel-check" in blobstore.__file__' && \
-	    venv/bin/python -m pytest -q tests/contract
+	    venv/bin/python -m pytest -q tests/contract/test_{client,client_puts,client_texts,policy,tier}.py
 
 clean:
 	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
