@@ -87,17 +87,18 @@ def seconds(value: object) -> float:
 
 def duration(value: object) -> float:
     """A finite number of seconds above 0."""
-    number = seconds(value)
-    if number == 0:
-        raise InvalidRequest("must be above 0 seconds")
-    return number
+    return _above_0(value, "seconds")
 
 
 def days(value: object) -> float:
     """A finite number of days above 0."""
+    return _above_0(value, "days")
+
+
+def _above_0(value: object, unit: str) -> float:
     number = seconds(value)
     if number == 0:
-        raise InvalidRequest("must be above 0 days")
+        raise InvalidRequest(f"must be above 0 {unit}")
     return number
 
 

@@ -112,10 +112,5 @@ class Contexts:
 
 def _keys(leaf: Record) -> list[bytes]:
     """Of a context, root side first, as far as they are of one length."""
-    chain: list[bytes] = []
-    node: Record | None = leaf
-    while node is not None:
-        chain.append(node.key)
-        node = node.parent
-    chain.reverse()
-    return list(takewhile(lambda key: len(key) == len(chain[0]), chain))
+    keys = [record.key for record in leaf.path()]
+    return list(takewhile(lambda key: len(key) == len(keys[0]), keys))

@@ -147,6 +147,14 @@ class Record:
         """Some indexed blob continues this one."""
         return self._kids is not None
 
+    def path(self) -> list[Record]:
+        """The chain from its root down to this blob, whatever of it is held."""
+        chain = [self]
+        while (parent := chain[-1].parent) is not None:
+            chain.append(parent)
+        chain.reverse()
+        return chain
+
     def children(self) -> Iterator[Record]:
         """The indexed blobs that continue this one."""
         if isinstance(self._kids, set):

@@ -18,9 +18,11 @@ VERSION = 1
 NO_EXTENT = (1 << 64) - 1
 """In place of an offset: nothing was lent for this key (`Reserved.reasons` says why)."""
 
-
 KEYS_MAX = 100_000
 """Keys of one call: bounds its reply, and how long others wait for it."""
+
+TOKENS_MAX = 1 << 20
+"""Whose ids go with one call."""
 
 TEXT_BYTES_MAX = 1 << 20
 """Of the caller's text in one request, as UTF-8."""

@@ -94,7 +94,7 @@ class Tasks:
             if record is not None and not _gap(record):
                 self._residency.keep(record)
                 self._kept[job.job_id] = record
-                return [node.key for node in _path(record)]
+                return [node.key for node in record.path()]
             if not job.base:
                 return None
             job.base = 0  # what another runner had made is gone again
@@ -153,16 +153,8 @@ class Tasks:
                 self._residency.unkeep(self._kept.pop(job_id))
 
 
-def _path(record: Record) -> list[Record]:
-    """From the root down to `record`."""
-    path = [record]
-    while (parent := path[-1].parent) is not None:
-        path.append(parent)
-    return path[::-1]
-
-
 def _gap(record: Record) -> list[Record]:
     """The blobs from the first that is missing on the way to `record` down to it; [] if none."""
-    path = _path(record)
+    path = record.path()
     start = next((n for n, node in enumerate(path) if not node.held), len(path))
     return path[start:]

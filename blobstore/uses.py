@@ -395,12 +395,7 @@ def _chain(leaf: Record) -> list[Record]:
     node: Record | None = leaf
     while node is not None and node.ns.blobs.get(node.key) is not node:
         node = node.parent
-    chain: list[Record] = []
-    while node is not None:
-        chain.append(node)
-        node = node.parent
-    chain.reverse()
-    return chain
+    return node.path() if node is not None else []
 
 
 def _is_same(told: _Told, call: _Call) -> bool:

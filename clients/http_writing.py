@@ -27,7 +27,6 @@ from blobstore.clients.steps import Call, Work, ask, reason
 from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable, digest_of
 from blobstore.clients.writing import (
     ORPHAN,
-    TOKENS_MAX,
     PutTerms,
     check_parent,
     nothing_lent,
@@ -35,7 +34,7 @@ from blobstore.clients.writing import (
 )
 from blobstore.errors import BlobStoreError, InvalidRequest, UnknownNamespace
 from blobstore.keys import Keys
-from blobstore.protocol import Declared, Done, Report, Stat
+from blobstore.protocol import KEYS_MAX, TOKENS_MAX, Declared, Done, Report, Stat
 
 RETENTIONS = ("volatile", "standard", DURABLE)
 """Each keeps at least as long as those before it."""
@@ -152,7 +151,8 @@ class _Chain:
         n = next((at for at, result in enumerate(results) if result not in _HELD), len(results))
         if not self.terms.tokens or self.terms.retention == "volatile":
             return
-        step = max(1, TOKENS_MAX // 2 // self.ns.tokens_per_blob)
+        # Half of the ids, and as many keys as may be, fit into one body however long the ids are.
+        step = min(max(1, TOKENS_MAX // 2 // self.ns.tokens_per_blob), KEYS_MAX)
         for start in range(0, n, step):
             window = range(start, min(start + step, n))
             some = self.keys[window.start : window.stop]

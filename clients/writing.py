@@ -19,12 +19,9 @@ from blobstore.errors import BlobStoreError, InvalidRequest
 from blobstore.hint import Hint
 from blobstore.keys import ID_BYTES, Keys, packed_ids
 from blobstore.namespace import WriterGroup
-from blobstore.protocol import KEYS_MAX, NO_EXTENT, TEXT_BYTES_MAX, Reserve, Reserved
+from blobstore.protocol import KEYS_MAX, NO_EXTENT, TEXT_BYTES_MAX, TOKENS_MAX, Reserve, Reserved
 
 W = TypeVar("W", bound=WriterBase)
-
-TOKENS_MAX = 1 << 20
-"""Whose ids go with one request."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +117,9 @@ def put_from(
     results: list[str] = []
     reasons: list[str] = []
     sealing: _Sealing | None = None
-    blobs_max = max(1, TOKENS_MAX // ns.tokens_per_blob) if terms.tokens else KEYS_MAX
+    blobs_max = KEYS_MAX
+    if terms.tokens:
+        blobs_max = min(max(1, TOKENS_MAX // ns.tokens_per_blob), KEYS_MAX)
     for window in windows(share.blob_sizes, lent_bytes_max, blobs_max):
         chunk = keys[window.start : window.stop]
         run = terms.of_run(ns, keys, window)

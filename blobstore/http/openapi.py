@@ -15,11 +15,10 @@ from blobstore import __version__
 from blobstore.fields import MAX_TEXT_BYTES
 from blobstore.http.answers import answer
 from blobstore.http.rebuilders import TTL_S_MAX, URL_CHARS_MAX
-from blobstore.http.texts import TOKENS_MAX
 from blobstore.keys import KEY_BYTES_MAX, KEY_BYTES_MIN
 from blobstore.layout import MAX_PAYLOAD_BYTES
 from blobstore.namespace import MAX_TOKENS_PER_BLOB
-from blobstore.protocol import KEYS_MAX
+from blobstore.protocol import KEYS_MAX, TOKENS_MAX
 from blobstore.runners import CONCURRENCY_MAX
 from blobstore.terms import DIVERGENCE, RECALL, TEXT
 

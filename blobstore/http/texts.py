@@ -14,9 +14,7 @@ from blobstore.http.answers import answer
 from blobstore.http.context import Context
 from blobstore.http.tokens import Right
 from blobstore.http.verbs import ROOT, Chain, KeyList, unpacked_keys
-
-TOKENS_MAX = 1 << 20
-"""Of one call; others are held up by no more."""
+from blobstore.protocol import TOKENS_MAX
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 1)]
 

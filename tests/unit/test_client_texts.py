@@ -62,6 +62,13 @@ class TestTokens:
         ]  # fmt: skip
         assert [r.parent for r in reserves(daemon)] == [b"", KEYS[3]]
 
+    def test_a_window_has_no_more_keys_than_one_request_may(
+        self, daemon: ScriptedDaemon, kv: Any, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(writing, "KEYS_MAX", 4)  # of few tokens each
+        kv.put_from(ns, KEYS, CONTENTS, token_ids=IDS)
+        assert [len(r.keys) // r.key_bytes for r in reserves(daemon)] == [4, N - 4]
+
     def test_a_put_of_more_than_goes_with_one_request_is_refused(
         self, kv: Any, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
     ) -> None:
