@@ -18,7 +18,7 @@ from blobstore.bench.replay_tiers import DramAndSsd, DramOnly, Tiers
 from blobstore.bench.trace import Request, Trace
 from blobstore.errors import InvalidRequest
 from blobstore.tiering.plan import POLICY_NAMES, PlanSettings, make_plan
-from blobstore.tiering.policy import Terms, Use
+from blobstore.tiering.policy import PolicyTerms, Use
 from blobstore.tiering.prefill_cost import prefill_cost
 
 MIN, ORACLE = "min", "oracle"
@@ -142,8 +142,8 @@ class _Replay:
         ssd_bytes = int((settings.ssd_size or 0) * trace.n_blocks) * block_bytes
         self._plan = make_plan(
             "lru" if policy == ORACLE else policy,
-            Terms(dram_bytes, _identity, _SEED),
-            Terms(ssd_bytes, _identity, _SEED) if settings.ssd_size is not None else None,
+            PolicyTerms(dram_bytes, _identity, _SEED),
+            PolicyTerms(ssd_bytes, _identity, _SEED) if settings.ssd_size is not None else None,
             PlanSettings(objective=settings.objective, inline=True),
         )
         self._future = Future(trace) if policy == ORACLE else None

@@ -20,7 +20,7 @@ import msgspec
 
 from blobstore import listing
 from blobstore import protocol as p
-from blobstore.drafts import Reservation
+from blobstore.drafts import Asked, Reservation
 from blobstore.errors import (
     BlobStoreError,
     Busy,
@@ -356,13 +356,13 @@ class Connection(asyncio.Protocol):
     async def _reserve(self, m: p.Reserve) -> p.Reply:
         state = self._store.state(m.namespace_id)
         keys = self._store.split(m.namespace_id, m.keys, m.key_bytes)
-        reservation = await self._store.writers.reserve(
-            self.holder, state, keys,
-            parent_key=m.parent, tail_tokens=m.tail_tokens, retention=Retention.parse(m.retention),
-            timeout_s=_bounded(m.timeout_s), group=(m.group, m.epoch) if m.group else None,
-            parts=tuple(m.parts), hint=Hint.from_dict(m.hint) if m.hint else None,
+        asked = Asked(
+            m.parent, m.tail_tokens, Retention.parse(m.retention), _bounded(m.timeout_s),
+            group=(m.group, m.epoch) if m.group else None, parts=tuple(m.parts),
+            hint=Hint.from_dict(m.hint) if m.hint else None,
             tokens=m.tokens, text=m.text, job=m.job,
         )  # fmt: skip
+        reservation = await self._store.writers.reserve(self.holder, state, keys, asked)
         self.reservation_ids.add(reservation.reservation_id)
         return _reserved(reservation, self._store.writers.ttl_s)
 

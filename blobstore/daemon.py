@@ -29,7 +29,7 @@ from blobstore.store import Store
 from blobstore.units import format_size
 
 if TYPE_CHECKING:
-    from blobstore.http.door import HttpDoor, Terms
+    from blobstore.http.door import DoorTerms, HttpDoor
 
 log = logging.getLogger(__name__)
 
@@ -56,17 +56,17 @@ def run(config: Config, announce: Callable[[str], None]) -> None:
         uvloop.run(_serve(config, settings, http, announce))
 
 
-def _http_terms(config: Config) -> Terms | None:
+def _http_terms(config: Config) -> DoorTerms | None:
     """How the HTTP door is set up, or None if it is off."""
     http = config.http
     if not http.listen:
         return None
     # Here: a daemon without the door does without its libraries.
-    from blobstore.http.door import Terms
+    from blobstore.http.door import DoorTerms
     from blobstore.http.listen import split_address, tls_context
     from blobstore.http.tokens import load as load_tokens
 
-    return Terms(
+    return DoorTerms(
         listen=split_address(http.listen),
         tokens=load_tokens(config.store.data, http.tokens),
         tls=tls_context(http.tls_cert, http.tls_key),
@@ -121,7 +121,7 @@ class _Stop:
 
 
 async def _serve(
-    config: Config, settings: StoreSettings, http: Terms | None, announce: Callable[[str], None]
+    config: Config, settings: StoreSettings, http: DoorTerms | None, announce: Callable[[str], None]
 ) -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_DFL)
@@ -159,7 +159,7 @@ async def _serve(
 
 
 def _http_door(
-    store: Store, terms: Terms, latencies: Latencies | None, local: LocalDoor
+    store: Store, terms: DoorTerms, latencies: Latencies | None, local: LocalDoor
 ) -> HttpDoor:
     from blobstore.http import door
 

@@ -29,6 +29,39 @@ Answer = tuple[str, str]
 """Result and reason, as in protocol.Sealed."""
 
 
+Group = tuple[str, int]
+"""Writer group and epoch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a writer asks for beside room for its keys.
+
+    Args:
+        parent_key: of the blob that the first one continues, sealed or still being written.
+        tail_tokens: of the last blob, if that is partial; else 0.
+        retention: of all of them.
+        timeout_s: how long to wait for room.
+        group: whose ranks fill the blobs together.
+        parts: that this writer seals; empty means all.
+        hint: what the put is for.
+        tokens: ids of all blobs as u32 LE; empty if they are not told.
+        text: the caller's, of the run.
+        job: the rebuild that it is for; 0 if none.
+    """
+
+    parent_key: bytes = b""
+    tail_tokens: int = 0
+    retention: Retention = Retention.STANDARD
+    timeout_s: float = 0.0
+    group: Group | None = None
+    parts: tuple[int, ...] = ()
+    hint: Hint | None = None
+    tokens: bytes = b""
+    text: str = ""
+    job: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Draft:
     """One blob being written, by one writer or by the ranks of a group."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from blobstore.rebuild_jobs import Job, Place
 from blobstore.text_entry import TextEntry
@@ -18,6 +18,8 @@ class RebuildMap:
     def __init__(self) -> None:
         self._making: dict[tuple[bytes, bytes], Job] = {}
         """By namespace and key."""
+        self.nbytes = 0
+        """What the texts of all jobs take in memory."""
 
     def job_of(self, namespace_id: bytes, key: bytes) -> Job | None:
         """The job that makes a blob, if one does."""
@@ -39,12 +41,14 @@ class RebuildMap:
             blobs, end = blobs + 1, end + 1
         job.keys += keys[at:end]
         job.entries += entries[at:end]
+        self.nbytes += _nbytes(entries[at:end])
         return end
 
     def prepend(self, job: Job, keys: Sequence[bytes], entries: Sequence[TextEntry]) -> None:
         """Let `job` make these first, which none makes yet."""
         n = len(keys)
         job.keys[:0], job.entries[:0] = keys, entries
+        self.nbytes += _nbytes(entries)
         self._making.update(((job.namespace_id, key), job) for key in keys)
         for share in job.shares:
             share.first += n
@@ -58,13 +62,19 @@ class RebuildMap:
         """What nobody wants is not this job's any more: its runner is told to stop there."""
         for key in job.keys[job.told :]:
             self._making.pop((job.namespace_id, key), None)
+        self.nbytes -= _nbytes(job.entries[job.told :])
         del job.keys[job.told :], job.entries[job.told :]
 
     def remove(self, job: Job) -> None:
         """The job makes nothing any more."""
+        self.nbytes -= _nbytes(job.entries)
         for key in job.keys:
             if self._making.get((job.namespace_id, key)) is job:
                 del self._making[job.namespace_id, key]
+
+
+def _nbytes(entries: Iterable[TextEntry]) -> int:
+    return sum(entry.memory_bytes for entry in entries)
 
 
 def may_grow(job: Job, at: int, n_tokens: int) -> bool:

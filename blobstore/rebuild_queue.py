@@ -16,6 +16,8 @@ from blobstore.rebuild_map import JOB_BLOBS_MAX, RebuildMap, common_end, may_gro
 from blobstore.runners import Runner, Runners
 from blobstore.text_entry import TextEntry
 
+TEXT_BYTES_MAX = 256 << 20
+"""Of the texts of all jobs, in memory: with more there are no new ones for now."""
 TRIES_MAX = 3
 """Runners that are given a job before it is given up."""
 REMADE_MAX = 3
@@ -27,7 +29,7 @@ TICK_S_MAX = 1.0
 
 
 class RebuildQueue:
-    """All jobs, queued or given out. `jobs_max` bounds them."""
+    """All jobs, queued or given out. `jobs_max` bounds them, and TEXT_BYTES_MAX their texts."""
 
     def __init__(self, runners: Runners, clock: Callable[[], float], jobs_max: int) -> None:
         self._runners = runners
@@ -45,6 +47,11 @@ class RebuildQueue:
 
     def __len__(self) -> int:
         return len(self._jobs)
+
+    @property
+    def text_bytes(self) -> int:
+        """What the texts of all jobs take in memory."""
+        return self._map.nbytes
 
     @property
     def n_running(self) -> int:
@@ -87,7 +94,7 @@ class RebuildQueue:
 
         If what they continue is `ready`, no job that makes it too is waited for.
         The waiter may have ended when this returns: "no_runner", or "busy" if there are too
-        many jobs.
+        many jobs, or too large ones.
         """
         waiter = Waiter(len(keys), deadline_s, priority, on_change)
         if not self._served(namespace_id):
@@ -283,7 +290,9 @@ class RebuildQueue:
         return late
 
     def _job_for(self, namespace_id: bytes, entry: TextEntry, above: Place | None) -> Job | None:
-        """A job for a blob that continues `above`: that one, if it can grow; None: too many."""
+        """A job for a blob that continues `above`: that one, if it can grow; None: too much."""
+        if self._map.nbytes >= TEXT_BYTES_MAX:
+            return None
         if above is not None and may_grow(*above, entry.n_tokens):
             return above[0]
         if len(self._jobs) >= self._jobs_max:

@@ -161,6 +161,13 @@ class Rebuilds:
             n_sealed = self._held(job, n_sealed)
         return self._queue.progress(runner, job_id, n_sealed)
 
+    def wants(self, runner: Runner, job_id: int) -> bool:
+        """Whether a runner should go on with a job, be it to say that all is made."""
+        job = self._queue.get(job_id)
+        if job is None or job.runner is not runner:
+            return False
+        return job.needed or job.n_sealed >= len(job.keys)
+
     def made(self, job_id: int, key: bytes) -> None:
         """A blob of a job was sealed: it counts as made, whatever becomes of it."""
         job = self._queue.get(job_id)
@@ -210,6 +217,7 @@ class Rebuilds:
             "jobs": len(self._queue),
             "running": self._queue.n_running,
             "waiting": self._queue.n_waiting,
+            "text_bytes": self._queue.text_bytes,
             "ended": dict(self._queue.ended),
             **self._made,
         }

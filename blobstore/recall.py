@@ -69,11 +69,11 @@ class _Run:
     forgotten: bool = False
     """Its end was cut off: the texts are to be forgotten."""
 
-    def head(self, n: int) -> tuple[list[bytes], list[TextEntry]]:
-        return self.keys[:n], self.entries[:n]
-
-    def tail(self, n: int) -> tuple[list[bytes], list[TextEntry]]:
-        return self.keys[n:], self.entries[n:]
+    def take(self, n: int) -> tuple[list[bytes], list[TextEntry]]:
+        """The leading `n` blobs, which are not part of it any more: they are about to come."""
+        taken = self.keys[:n], self.entries[:n]
+        del self.keys[:n], self.entries[:n]
+        return taken
 
 
 class Recall:
@@ -209,23 +209,24 @@ class Recall:
         told = await self._texts.chain(ns, keys[:n]) if n else ()
         if n_forgotten != self._n_forgotten:  # it may be some of these
             return await self._known(ns, keys)
-        return [entry for entry in takewhile(lambda entry: entry is not None, told) if entry]
+        return _leading_run(keys, told, ns.namespace.tokens_per_blob)
 
     async def _bring(self, run: _Run) -> str:
         """Go the way that is chosen for `run`; why not all came."""
-        n_cold = len(run.cold)
         way = await self._way(run)
         if way == "rebuild":
-            return await self._rebuild(run, *run.head(len(run.keys)))
+            return await self._rebuild(run, *run.take(len(run.keys)))
         if way == "both":
-            await self._from_both_ends(run)
+            await self._from_both_ends(run, *run.take(len(run.cold)))
             if not all(record.held for record in run.cold):
                 return "corrupt"
-        if n_cold >= len(run.keys):
+        else:
+            run.take(len(run.cold))  # loads bring these
+        if not run.keys:
             return "no_text" if run.forgotten else ""
         if self._loader is not None:  # while a runner makes what comes after
             self._loader.begin([record for record in run.cold if record.cold], stream=False)
-        return await self._rebuild(run, *run.tail(n_cold))
+        return await self._rebuild(run, *run.take(len(run.keys)))
 
     async def _way(self, run: _Run) -> str:
         """How to bring back what is on SSD: "fetch", "rebuild" or "both"."""
@@ -246,9 +247,9 @@ class Recall:
         fetch_s = self._loader.estimate_s(sum(record.nbytes for record in cold))
         return rebuild_s is None or fetch_s <= rebuild_s
 
-    async def _estimate_s(self, run: _Run, n: int) -> float | None:
-        n_tokens = sum(entry.n_tokens for entry in run.entries[:n])
-        return await self._rebuilds.estimate_s(run.ns, run.entries[0].position, n_tokens)
+    async def _estimate_s(self, ns: NamespaceState, entries: Sequence[TextEntry]) -> float | None:
+        n_tokens = sum(entry.n_tokens for entry in entries)
+        return await self._rebuilds.estimate_s(ns, entries[0].position, n_tokens)
 
     async def _rebuild(self, run: _Run, keys: Sequence[bytes], entries: Sequence[TextEntry]) -> str:
         """Wait for a runner to make blobs; why not all came.
@@ -257,11 +258,12 @@ class Recall:
         """
         asked = set(keys)
         cold = [record for record in run.cold if record.key in asked]
-        late_s = await self._late_s(run, cold)
+        late_s = await self._late_s(run, cold, entries)
         with _Awaiting(self._awaited, run.wanted, keys):
             waiting = self._rebuilds.begin(
                 run.ns, keys, entries, deadline_s=run.deadline_s, priority=run.priority
             )
+            del entries  # the jobs have them: those who wait for one keep none of their own
             waiting.ended.add_done_callback(run.wanted.wake)
             try:
                 if cold and not await self._all_here(run, keys, waiting, late_s):
@@ -278,13 +280,15 @@ class Recall:
             finally:
                 waiting.leave()
 
-    async def _late_s(self, run: _Run, cold: Sequence[Record]) -> float:
+    async def _late_s(
+        self, run: _Run, cold: Sequence[Record], entries: Sequence[TextEntry]
+    ) -> float:
         """When, at the latest, what is on SSD must be loaded, should no runner have made it."""
         if not cold or self._loader is None:
             return run.deadline_s
         now_s = self._clock()
         fetch_s = self._loader.estimate_s(sum(record.nbytes for record in cold))
-        rebuild_s = await self._estimate_s(run, len(run.keys))
+        rebuild_s = await self._estimate_s(run.ns, entries)
         patience_s = (run.deadline_s - now_s) / 2
         if rebuild_s is not None:
             patience_s = max(LATE * rebuild_s, LATE_S)
@@ -303,16 +307,18 @@ class Recall:
                 await asyncio.wait_for(run.wanted.change(), left_s)
         return True
 
-    async def _from_both_ends(self, run: _Run) -> None:
+    async def _from_both_ends(
+        self, run: _Run, keys: Sequence[bytes], entries: Sequence[TextEntry]
+    ) -> None:
         """Have what is on SSD rebuilt from its front and load it from its back, until they meet."""
         assert self._loader is not None
-        n = len(run.cold)
-        keys, entries = run.head(n)
-        estimate_s = await self._estimate_s(run, n)
+        n = len(keys)
+        estimate_s = await self._estimate_s(run.ns, entries)
         with _Awaiting(self._awaited, run.wanted, keys):
             waiting = self._rebuilds.begin(
                 run.ns, keys, entries, deadline_s=run.deadline_s, priority=run.priority
             )
+            del entries
             meeting = Meeting(
                 run.cold, run.wanted, waiting, self._loader, self._clock,
                 None if estimate_s is None else estimate_s / n,
@@ -349,6 +355,24 @@ class _Awaiting:
             waiting.remove(self._wanted)
             if not waiting:
                 del self._awaited[name]
+
+
+def _leading_run(
+    keys: Sequence[bytes], told: Sequence[TextEntry | None], tokens_per_blob: int
+) -> list[TextEntry]:
+    """The leading texts, as far as each continues the one before.
+
+    Of keys that are no chain nothing must be made as if they were one: it would be wrong for
+    all others who have them. Nothing continues a partial blob.
+    """
+    run: list[TextEntry] = []
+    for at, entry in enumerate(told):
+        if entry is None:
+            break
+        if run and (entry.parent != keys[at - 1] or run[-1].n_tokens != tokens_per_blob):
+            break
+        run.append(entry)
+    return run
 
 
 def _why(waiting: Wait) -> str:

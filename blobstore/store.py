@@ -152,11 +152,9 @@ class Store:
             self.index, self.sessions, self._clock, self.settings.tiering.supersede_grace_s
         )
         self.uses.on_got = self.superseded.used
-        self._orders = [
-            self.superseded.first_out(order)
-            for order in (self.plan.dram, self.plan.ssd)
-            if order is not None
-        ]
+        self._orders = [self.superseded.first_out(self.plan.dram)]
+        if self.plan.ssd is not None:
+            self._orders.append(self.superseded.first_out_of_ssd(self.plan.ssd))
         self.residency = Residency(
             self._dram, self._orders[0], self.index, self.counters, self._pools.hash, self._clock,
             self.stories,
@@ -182,6 +180,7 @@ class Store:
         self.losses.writeback = writeback
         self.residency.dirty_bytes = lambda: writeback.dirty_bytes
         self.residency.on_settled = writeback.settle
+        writeback.superseded_bytes = lambda: self.superseded.ssd_bytes
         self.residency.on_used = writeback.note_use
 
     def _recall_from(self, texts: Texts, drafts: Drafts) -> None:

@@ -19,6 +19,7 @@ import msgspec
 
 from blobstore.index import Index, NamespaceState, Record
 from blobstore.sessions import Sessions
+from blobstore.tiering.due_bytes import DueBytes
 from blobstore.tiering.first_out import FirstOut
 from blobstore.tiering.policy import Policy
 from blobstore.tiering.sealed_file import Unusable, read_sealed, write_sealed
@@ -56,6 +57,7 @@ class Superseded:
         self._due_s: dict[Record, float] = {}
         self._tops: dict[Record, None] = {}
         """Marked blobs that continue none that is: the rest follows from them."""
+        self._on_ssd: DueBytes[Record] = DueBytes(clock)
         self._replacing: set[Record] = set()
         """Where contexts end that have replaced others: they live, whatever goes on from there."""
         self._saved: _Saved = []
@@ -70,6 +72,15 @@ class Superseded:
     def first_out(self, order: Policy[Record]) -> FirstOut[Record]:
         """The order of a tier, but with what is due here before all others."""
         return FirstOut(order, self._due_s.get, self._clock)
+
+    def first_out_of_ssd(self, order: Policy[Record]) -> FirstOut[Record]:
+        """The same for the SSD, of which `ssd_bytes` then tells."""
+        return FirstOut(order, self._due_s.get, self._clock, self._on_ssd)
+
+    @property
+    def ssd_bytes(self) -> int:
+        """Payloads on SSD that go first by now: whoever wants their room may count on it."""
+        return self._on_ssd.now_bytes
 
     def goes_first(self, record: Record) -> bool:
         """Whether the blob's context was replaced, and the grace period is over."""
@@ -174,6 +185,8 @@ class Superseded:
 
     def _mark(self, record: Record, due_s: float) -> None:
         self._due_s[record] = due_s
+        if record.ssd is not False:
+            self._on_ssd.add(record, due_s, record.nbytes)
         self._tops[record] = None
         for child in record.children():
             self._tops.pop(child, None)
@@ -182,6 +195,7 @@ class Superseded:
 
     def _unmark(self, record: Record) -> None:
         del self._due_s[record]
+        self._on_ssd.remove(record)
         self._tops.pop(record, None)
         self._tops.update((child, None) for child in record.children() if child in self._due_s)
         self._changed = True

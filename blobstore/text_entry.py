@@ -14,6 +14,9 @@ import zstandard
 from blobstore.keys import ID_BYTES, key_of
 from blobstore.namespace import HASH_SCHEME, Namespace
 
+OBJECT_BYTES = 500
+"""What one takes in memory beside its tokens and text, its key and its place in tables included."""
+
 # position, bytes of token ids, bytes of text, bytes of the digest
 _HEAD = struct.Struct("<QIIB")
 
@@ -40,6 +43,11 @@ class TextEntry:
         """How many tokens it stands for."""
         return len(self.tokens) // ID_BYTES
 
+    @property
+    def memory_bytes(self) -> int:
+        """About what it takes in memory."""
+        return OBJECT_BYTES + len(self.tokens) + len(self.text)
+
     def belongs_to(self, namespace: Namespace, key: bytes) -> bool:
         """Whether its tokens are those of `key`; believed where an engine made the key."""
         if namespace.hash_scheme != HASH_SCHEME:
@@ -48,6 +56,17 @@ class TextEntry:
 
     def __repr__(self) -> str:  # never the tokens: it may end in a log
         return f"<TextEntry of {self.n_tokens} tokens at {self.position}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Noted:
+    """A text to be kept."""
+
+    namespace: Namespace
+    key: bytes
+    entry: TextEntry
+    only_new: bool
+    """Nothing is to be done if one is known."""
 
 
 def encode(entry: TextEntry, compressor: zstandard.ZstdCompressor) -> bytes:

@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from blobstore.text_shelf import Noted
-
-ENTRY_BYTES = 500
-"""What one takes in memory beside its tokens and text."""
+from blobstore.text_entry import Noted
 
 Name = tuple[bytes, bytes]
 """Namespace id and key."""
@@ -48,8 +45,7 @@ class PendingTexts:
                 return True
             if not noted.entry.text and before.entry.tokens == noted.entry.tokens:
                 noted = replace(noted, entry=replace(noted.entry, text=before.entry.text))
-        nbytes = _nbytes(noted)
-        if self._nbytes + nbytes > self._most_bytes:
+        if self._nbytes + noted.entry.memory_bytes > self._most_bytes:
             return False
         if name in self._waiting:
             self._remove(name, self._waiting)
@@ -63,7 +59,7 @@ class PendingTexts:
             if len(self._leaving) == most or most_bytes < 0:
                 break
             self._leaving[name] = noted
-            most_bytes -= _nbytes(noted)
+            most_bytes -= noted.entry.memory_bytes
         for name in self._leaving:
             del self._waiting[name]
         return list(self._leaving.values())
@@ -95,12 +91,12 @@ class PendingTexts:
 
     def _insert(self, name: Name, noted: Noted) -> None:
         self._waiting[name] = noted
-        self._nbytes += _nbytes(noted)
+        self._nbytes += noted.entry.memory_bytes
         self._children.setdefault(_above(noted), set()).add(noted.key)
 
     def _remove(self, name: Name, texts: dict[Name, Noted]) -> None:
         noted = texts.pop(name)
-        self._nbytes -= _nbytes(noted)
+        self._nbytes -= noted.entry.memory_bytes
         other = self.get(*name)
         if other is not None and _above(other) == _above(noted):
             return
@@ -112,7 +108,3 @@ class PendingTexts:
 
 def _above(noted: Noted) -> Name:
     return noted.namespace.id, noted.entry.parent
-
-
-def _nbytes(noted: Noted) -> int:
-    return ENTRY_BYTES + len(noted.entry.tokens) + len(noted.entry.text)

@@ -24,9 +24,9 @@ from blobstore.index import NamespaceState
 from blobstore.protocol import KEYS_MAX
 from blobstore.settings import RebuildSettings
 from blobstore.terms import Terms
-from blobstore.text_entry import TextEntry
+from blobstore.text_entry import Noted, TextEntry
 from blobstore.text_pending import PendingTexts
-from blobstore.text_shelf import DIRECTORY, Noted, Shelf
+from blobstore.text_shelf import DIRECTORY, Shelf
 from blobstore.text_tables import Totals
 
 COMMIT_S = 0.5

@@ -7,7 +7,7 @@ from blobstore.settings import StoreSettings
 from blobstore.tiering.arena import Arena
 from blobstore.tiering.dram import DramTier
 from blobstore.tiering.plan import Plan, PlanSettings, make_plan
-from blobstore.tiering.policy import Terms
+from blobstore.tiering.policy import PolicyTerms
 from blobstore.tiering.ssd import SsdTier
 
 MODEL_NAME = "model"
@@ -19,8 +19,8 @@ def plan_of(settings: StoreSettings, dram: DramTier, ssd: SsdTier | None) -> Pla
     tiering = settings.tiering
     return make_plan(
         tiering.policy,
-        Terms(dram.capacity_bytes, identity),
-        Terms(ssd.capacity_bytes, identity) if ssd is not None else None,
+        PolicyTerms(dram.capacity_bytes, identity),
+        PolicyTerms(ssd.capacity_bytes, identity) if ssd is not None else None,
         PlanSettings(
             objective=tiering.objective,
             ssd_writes_per_day=tiering.ssd_writes_per_day or None,

@@ -104,6 +104,8 @@ class Writeback:
         self._tasks: list[asyncio.Task[None]] = []
         self._busy = 0
         self.dirty_bytes = 0
+        self.superseded_bytes: Callable[[], int] = lambda: 0
+        """On SSD, of contexts that were replaced: they go before all others."""
         self.settle = self._room.settle
         self.persist_uses = self._committer.persist_uses
 
@@ -290,8 +292,12 @@ class Writeback:
                 await asyncio.wait_for(self._committer.round(now=False), left_s)
 
     def _free_bytes(self) -> int:
-        """On SSD, less what is on its way there, and what is kept free for the next writes."""
-        return self._ssd.free_bytes - self.dirty_bytes - self._room.ahead_bytes
+        """On SSD, less what is on its way there, and what is kept free for the next writes.
+
+        What replaced contexts take is as good as free: it leaves for whatever comes.
+        """
+        free_bytes = self._ssd.free_bytes + self.superseded_bytes()
+        return free_bytes - self.dirty_bytes - self._room.ahead_bytes
 
     def _try_again(self, n: int, save: Callable[[Record, str], None]) -> None:
         for record in list(islice(self._unsaved, n)):

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from blobstore.counters import Counters
-from blobstore.drafts import Answer, Draft, Drafts, Reservation, Slot
+from blobstore.drafts import Answer, Asked, Draft, Drafts, Group, Reservation, Slot
 from blobstore.errors import BlobStoreError, Full, InvalidRequest, SizeMismatch
-from blobstore.hint import Hint
 from blobstore.holder import Holder
 from blobstore.index import NamespaceState, Record, Retention
 from blobstore.put_texts import Entries, check_told, entries_of
@@ -27,9 +26,6 @@ if TYPE_CHECKING:
 
 SLOTS_MAX = 100_000
 """Keys of one reservation."""
-
-Group = tuple[str, int]
-"""Writer group and epoch."""
 
 
 class Jobs(Protocol):
@@ -92,50 +88,32 @@ class Writers:
         return len(self._live)
 
     async def reserve(
-        self,
-        holder: Holder,
-        ns: NamespaceState,
-        keys: Sequence[bytes],
-        *,
-        parent_key: bytes = b"",
-        tail_tokens: int = 0,
-        retention: Retention = Retention.STANDARD,
-        timeout_s: float = 0.0,
-        group: Group | None = None,
-        parts: tuple[int, ...] = (),
-        hint: Hint | None = None,
-        tokens: bytes = b"",
-        text: str = "",
-        job: int = 0,
+        self, holder: Holder, ns: NamespaceState, keys: Sequence[bytes], asked: Asked
     ) -> Reservation:
-        """Lend extents for the keys that are new, all or none, waiting up to `timeout_s` for room.
+        """Lend extents for the keys that are new, all or none, waiting for room if so asked.
 
-        For a `job` also for keys that are on SSD alone. Slots that got no extent say why. The
-        parent may still be being written. `tokens` are the ids of all blobs as u32 LE.
-        Raises InvalidRequest for a request that contradicts the layout, Busy
-        when too many wait.
+        For a job also for keys that are on SSD alone. Slots that got no extent say why. Raises
+        InvalidRequest for a request that contradicts the layout, Busy when too many wait.
         """
-        sizes = self._sizes(ns, keys, parent_key, tail_tokens, parts)
-        check_told(tokens, text, sum(n_tokens for n_tokens, _ in sizes))
-        if group and not parts and ns.layout.n_parts > 1:
-            raise InvalidRequest("a member of a writer group names the parts that it writes")
-        if group and job:
-            raise InvalidRequest("a rebuild is one runner's, not a group's")
-        deadline_s = self._clock() + timeout_s
+        sizes = self._sizes(ns, keys, asked.parent_key, asked.tail_tokens, asked.parts)
+        check_told(asked.tokens, asked.text, sum(n_tokens for n_tokens, _ in sizes))
+        _check_group(ns, asked)
+        deadline_s = self._clock() + asked.timeout_s
         reservation = Reservation(
-            self._next_id, holder, ns, retention, self._clock() + self._drafts.ttl_s,
-            hint=hint, job_id=job, tokens=tokens, text=text,
+            self._next_id, holder, ns, asked.retention, self._clock() + self._drafts.ttl_s,
+            hint=asked.hint, job_id=asked.job, tokens=asked.tokens, text=asked.text,
         )  # fmt: skip
         self._next_id += 1
-        parent = _held_or_written(ns, parent_key) if parent_key else None
+        parent = _held_or_written(ns, asked.parent_key) if asked.parent_key else None
         try:
             if parent is not None:
+                _check_continued(parent, keys)
                 self._keep(reservation, parent)
-            if parent_key and parent is None:
+            if asked.parent_key and parent is None:
                 reservation.slots = [Slot(None, None, "orphan") for _ in keys]
             else:
-                wanted = self._plan(reservation, parent, keys, sizes, group)
-                await self._fill_slots(reservation, wanted, deadline_s, group, parts)
+                wanted = self._plan(reservation, parent, keys, sizes, asked.group)
+                await self._fill_slots(reservation, wanted, deadline_s, asked.group, asked.parts)
                 reservation.slots += [Slot(None, None, "cancelled") for _ in keys[len(wanted) :]]
         except BaseException:
             self._let_go(reservation)
@@ -539,6 +517,28 @@ class Writers:
                 await self._writeback.save_durably(record)
             except BlobStoreError as error:
                 answers[number] = ("refused", error.code)
+
+
+def _check_group(ns: NamespaceState, asked: Asked) -> None:
+    """Raise InvalidRequest for a group that does not say what it needs to, or may not be."""
+    if asked.group and not asked.parts and ns.layout.n_parts > 1:
+        raise InvalidRequest("a member of a writer group names the parts that it writes")
+    if asked.group and asked.job:
+        raise InvalidRequest("a rebuild is one runner's, not a group's")
+
+
+def _check_continued(parent: Record, keys: Sequence[bytes]) -> None:
+    """Raise InvalidRequest for what cannot be a chain: its blobs are packed and counted alike."""
+    name, per_blob = parent.key.hex()[:12], parent.ns.namespace.tokens_per_blob
+    if parent.tokens < per_blob:
+        raise InvalidRequest(
+            f"blob {name} is partial, {parent.tokens} tokens of {per_blob}: nothing continues it"
+        )
+    if len(parent.key) != len(keys[0]):
+        raise InvalidRequest(
+            f"the keys of a chain have one length: {len(parent.key)} bytes is that of blob {name}, "
+            f"{len(keys[0])} that of those which are to continue it"
+        )
 
 
 def _held(ns: NamespaceState, key: bytes) -> Record | None:

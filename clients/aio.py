@@ -300,9 +300,9 @@ class AsyncWriter(WriterBase):
     _runner: LoopWay
     _timeout_s: float | None
 
-    async def seal(self) -> None:
+    async def seal(self, *, timeout_s: float | None = None) -> None:
         """As Writer.seal."""
-        await self._runner.run(self._seal(), self._call())
+        await self._runner.run(self._seal(), self._call(timeout_s))
 
     async def seal_parts(self, index: int, parts: Sequence[int]) -> bool:
         """As Writer.seal_parts."""
@@ -317,8 +317,8 @@ class AsyncWriter(WriterBase):
         else:
             self.abort()
 
-    def _call(self) -> Call:
-        call = self._runner.call(self._timeout_s)
+    def _call(self, timeout_s: float | None = None) -> Call:
+        call = self._runner.call(self._timeout_s if timeout_s is None else timeout_s)
         call.link = self._link
         return call
 

@@ -350,9 +350,12 @@ class Writer(WriterBase):
     _runner: ThreadsWay
     _timeout_s: float | None
 
-    def seal(self) -> None:
-        """End the writing: `results` are final. Raises if a durable blob is refused."""
-        self._runner.run(self._seal(), self._call())
+    def seal(self, *, timeout_s: float | None = None) -> None:
+        """End the writing: `results` are final. Raises if a durable blob is refused.
+
+        `timeout_s` is that of the put, unless it is given.
+        """
+        self._runner.run(self._seal(), self._call(timeout_s))
 
     def seal_parts(self, index: int, parts: Sequence[int]) -> bool:
         """Let waiting readers have these of `parts(index)`, which are written; whether so."""
@@ -367,7 +370,7 @@ class Writer(WriterBase):
         else:
             self.abort()
 
-    def _call(self) -> Call:
-        call = self._runner.call(self._timeout_s)
+    def _call(self, timeout_s: float | None = None) -> Call:
+        call = self._runner.call(self._timeout_s if timeout_s is None else timeout_s)
         call.link = self._link
         return call

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from blobstore.tiering.ghosts import GhostQueue
 from blobstore.tiering.keyed import touched
-from blobstore.tiering.policy import T, Terms, Use
+from blobstore.tiering.policy import PolicyTerms, T, Use
 from blobstore.tiering.segmented import SegmentedPolicy
 
 _ONCE, _AGAIN = 0, 1
@@ -18,7 +18,7 @@ _ONCE, _AGAIN = 0, 1
 class Arc(SegmentedPolicy[T]):
     """Least recently used first, of the queue that is longer than it earns."""
 
-    def __init__(self, terms: Terms[T]) -> None:
+    def __init__(self, terms: PolicyTerms[T]) -> None:
         super().__init__(2)
         self._identity = terms.identity
         self._capacity_bytes = terms.capacity_bytes

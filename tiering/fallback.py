@@ -14,7 +14,7 @@ from typing import Generic
 
 from blobstore.tiering.chain_sample import ChainSample
 from blobstore.tiering.learning import Learner, SeeingPolicy
-from blobstore.tiering.policy import T, Terms, Use
+from blobstore.tiering.policy import PolicyTerms, T, Use
 from blobstore.tiering.race import Race
 from blobstore.tiering.run_shadow import REFERENCE_SHADOWS, RunShadow
 from blobstore.tiering.shadow_cache import ShadowCache
@@ -54,7 +54,7 @@ class Fallback(Generic[T]):
     def __init__(
         self,
         order: SwitchedOrder[T],
-        terms: Terms[T],
+        terms: PolicyTerms[T],
         learner: Learner[T],
         names: Sequence[str],
         *,

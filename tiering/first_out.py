@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Generic
 
+from blobstore.tiering.due_bytes import DueBytes
 from blobstore.tiering.key_heap import KeyHeap
 from blobstore.tiering.policy import Policy, T, Use
 
@@ -18,14 +19,21 @@ class FirstOut(Generic[T]):
             that changes for the better of an item, nothing is to be done; for the worse, the
             item is to be offered again.
         clock: the time.
+        due_bytes: is kept up to date with the items that have a time and enter or leave; who
+            gives an item a time, or takes it back, does so there too.
     """
 
     def __init__(
-        self, order: Policy[T], due_s: Callable[[T], float | None], clock: Callable[[], float]
+        self,
+        order: Policy[T],
+        due_s: Callable[[T], float | None],
+        clock: Callable[[], float],
+        due_bytes: DueBytes[T] | None = None,
     ) -> None:
         self._order = order
         self._due_s = due_s
         self._clock = clock
+        self._due_bytes = due_bytes
         self._first: KeyHeap[T] = KeyHeap()
         """What has a time, or had one, and may go."""
 
@@ -39,10 +47,14 @@ class FirstOut(Generic[T]):
     def enter(self, item: T, nbytes: int) -> None:
         """As Policy.enter."""
         self._order.enter(item, nbytes)
+        if self._due_bytes is not None and (due_s := self._due_s(item)) is not None:
+            self._due_bytes.add(item, due_s, nbytes)
 
     def leave(self, item: T) -> None:
         """As Policy.leave."""
         self._first.remove(item)
+        if self._due_bytes is not None:
+            self._due_bytes.remove(item)
         self._order.leave(item)
 
     def offer(self, item: T, last_used: float, nbytes: int) -> None:

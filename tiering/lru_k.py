@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from blobstore.tiering.ghosts import Ghosts
 from blobstore.tiering.keyed import KeyedPolicy, touched
-from blobstore.tiering.policy import T, Terms, Use
+from blobstore.tiering.policy import PolicyTerms, T, Use
 
 _NEVER = float("-inf")
 
@@ -20,7 +20,7 @@ class LruK(KeyedPolicy[T]):
     Uses of an item count on after it left, for as long as it is remembered.
     """
 
-    def __init__(self, terms: Terms[T]) -> None:
+    def __init__(self, terms: PolicyTerms[T]) -> None:
         super().__init__()
         self._identity = terms.identity
         self._uses: dict[T, tuple[float, float]] = {}

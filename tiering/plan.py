@@ -23,7 +23,7 @@ from blobstore.tiering.classifier import (
 from blobstore.tiering.fallback import Fallback
 from blobstore.tiering.learning import Learner, Learning, MakeLearner, Method
 from blobstore.tiering.policies import POLICIES
-from blobstore.tiering.policy import Policy, T, Terms, Use
+from blobstore.tiering.policy import Policy, PolicyTerms, T, Use
 from blobstore.tiering.prefill_cost import prefill_cost
 from blobstore.tiering.run_shadow import REFERENCE_SHADOWS
 from blobstore.tiering.switched_order import SwitchedOrder
@@ -184,7 +184,10 @@ class Plan(Generic[T]):
 
 
 def make_plan(
-    name: str, dram: Terms[T], ssd: Terms[T] | None = None, settings: PlanSettings | None = None
+    name: str,
+    dram: PolicyTerms[T],
+    ssd: PolicyTerms[T] | None = None,
+    settings: PlanSettings | None = None,
 ) -> Plan[T]:
     """The plan called `name`: "ours", or a reference. Raises InvalidRequest for other names."""
     settings = settings or PlanSettings()
@@ -200,8 +203,8 @@ def make_plan(
 def make_learned_plan(
     make_learner: MakeLearner,
     method: Method,
-    dram: Terms[T],
-    ssd: Terms[T] | None,
+    dram: PolicyTerms[T],
+    ssd: PolicyTerms[T] | None,
     settings: PlanSettings,
 ) -> Plan[T]:
     """A plan that goes by what is learned, by `method`, and falls back where that loses."""
@@ -244,7 +247,7 @@ def _make_classifier(settings: PlanSettings) -> MakeLearner:
 
 
 def _make_admission(
-    ssd: Terms[T] | None,
+    ssd: PolicyTerms[T] | None,
     order: SwitchedOrder[T] | None,
     settings: PlanSettings,
     odds: Odds[T] | None = None,

@@ -11,11 +11,11 @@ from blobstore.tiering.gdsf import Gdsf, LfuDa
 from blobstore.tiering.lfu import Lfu
 from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.lru_k import LruK
-from blobstore.tiering.policy import Policy, Terms
+from blobstore.tiering.policy import Policy, PolicyTerms
 from blobstore.tiering.s3fifo import S3Fifo
 from blobstore.tiering.wtinylfu import WTinyLfu
 
-POLICIES: Mapping[str, Callable[[Terms[Any]], Policy[Any]]] = {
+POLICIES: Mapping[str, Callable[[PolicyTerms[Any]], Policy[Any]]] = {
     "lru": lambda terms: LeafLru(),
     "fifo": lambda terms: Fifo(),
     "lfu": lambda terms: Lfu(),

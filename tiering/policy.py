@@ -50,7 +50,7 @@ class Use(Generic[T]):
 
 
 @dataclass(frozen=True, slots=True)
-class Terms(Generic[T]):
+class PolicyTerms(Generic[T]):
     """What a policy is made for.
 
     Args:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from blobstore.tiering.ghosts import GhostQueue
 from blobstore.tiering.keyed import touched
-from blobstore.tiering.policy import T, Terms, Use
+from blobstore.tiering.policy import PolicyTerms, T, Use
 from blobstore.tiering.segmented import SegmentedPolicy
 
 _SMALL, _MAIN = 0, 1
@@ -23,7 +23,7 @@ _HITS_MAX = 3
 class S3Fifo(SegmentedPolicy[T]):
     """First in, first out, of the small queue unless the main one is over its share."""
 
-    def __init__(self, terms: Terms[T]) -> None:
+    def __init__(self, terms: PolicyTerms[T]) -> None:
         super().__init__(2)
         self._identity = terms.identity
         self._small_bytes = int(_SMALL_SHARE * terms.capacity_bytes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from blobstore.tiering.keyed import touched
-from blobstore.tiering.policy import T, Terms, Use
+from blobstore.tiering.policy import PolicyTerms, T, Use
 from blobstore.tiering.segmented import Place, SegmentedPolicy
 
 _WINDOW, _PROBATION, _PROTECTED = 0, 1, 2
@@ -30,7 +30,7 @@ _USES_MIN = 1000
 class WTinyLfu(SegmentedPolicy[T]):
     """Of the window's coldest and the coldest on probation, the one asked for less."""
 
-    def __init__(self, terms: Terms[T]) -> None:
+    def __init__(self, terms: PolicyTerms[T]) -> None:
         super().__init__(3)
         self._identity = terms.identity
         self._window_bytes = max(1, int(_WINDOW_SHARE * terms.capacity_bytes))

@@ -29,6 +29,7 @@ from blobstore.cli import (
     serve,
     stat,
     stats,
+    supersede,
     top,
     verify,
 )
@@ -55,6 +56,7 @@ app.command("match")(match.match)
 app.command("ls")(ls.ls)
 app.command("rm")(rm.rm)
 app.command("pin")(pin.pin)
+app.command("supersede")(supersede.supersede)
 app.command("stat")(stat.stat)
 app.command("explain")(explain.explain)
 app.command("stats")(stats.stats)

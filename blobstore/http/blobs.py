@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from blobstore.digest import PIECE_BYTES, payload_digest, piece_digests
-from blobstore.drafts import Reservation, Slot
+from blobstore.drafts import Asked, Reservation, Slot
 from blobstore.errors import Busy, DeadlineExceeded, Full, InvalidRequest, SizeMismatch
 from blobstore.hint import Hint
 from blobstore.http import bodies, conditions
@@ -174,32 +174,34 @@ class Blobs:
     async def put(self, request: web.Request) -> web.StreamResponse:
         """Store a blob. What can be refused is refused before its body is read."""
         ns = self._context.namespace(request, Right.WRITE)
-        terms = _terms(request, ns)
-        held = _held(ns, terms.key)
+        asked = _put_of(request, ns)
+        held = _held(ns, asked.key)
         _check_match(request, held)
-        if held is not None and terms.must_be_new:
+        if held is not None and asked.must_be_new:
             raise _held_already()
         context = self._context
         reservation = await self._store.writers.reserve(
-            context.holder, ns, [terms.key],
-            parent_key=terms.parent, tail_tokens=terms.tail_tokens, retention=terms.retention,
-            timeout_s=terms.timeout_s, hint=terms.hint, job=terms.job,
+            context.holder, ns, [asked.key],
+            Asked(
+                asked.parent, asked.tail_tokens, asked.retention, asked.timeout_s,
+                hint=asked.hint, job=asked.job,
+            ),
         )  # fmt: skip
         try:
             slot = reservation.slots[0]
             if slot.reason not in ("", "exists"):
-                raise _refused(slot.reason, terms)
-            if slot.reason and terms.must_be_new:  # since it waited for room
+                raise _refused(slot.reason, asked)
+            if slot.reason and asked.must_be_new:  # since it waited for room
                 raise _held_already()
             await bodies.let_come(request)
-            digest = await self._receive(request, reservation, slot, terms)
+            digest = await self._receive(request, reservation, slot, asked)
         except BaseException:
             self._store.writers.abort(context.holder, reservation.reservation_id)
             raise
-        return await self._seal(reservation, digest, terms)
+        return await self._seal(reservation, digest, asked)
 
     async def _receive(
-        self, request: web.Request, reservation: Reservation, slot: Slot, terms: _Terms
+        self, request: web.Request, reservation: Reservation, slot: Slot, asked: _Put
     ) -> bytes:
         """Take in the body; the payload digest if the blob is held already, else b""."""
         sink: _Extent | _Comparison = _Comparison()
@@ -208,12 +210,12 @@ class Blobs:
             assert extent is not None
             view = self._store.arena.view
             sink = _Extent(view, extent.offset)
-        sha256 = bodies.Sha256(self._context.pool) if terms.sha256 is not None else None
+        sha256 = bodies.Sha256(self._context.pool) if asked.sha256 is not None else None
         received = prolonged = 0
         async for data in bodies.chunks(request, self._context.io_timeout_s):
             received += len(data)
-            if received > terms.nbytes:
-                raise _wrong_size(terms.nbytes, f"more than {terms.nbytes}", 413)
+            if received > asked.nbytes:
+                raise _wrong_size(asked.nbytes, f"more than {asked.nbytes}", 413)
             if reservation.expired:
                 raise DeadlineExceeded("the upload took too long: its reservation expired")
             sink.take(data)
@@ -222,14 +224,14 @@ class Blobs:
             if received - prolonged >= PROLONG_BYTES:
                 prolonged = received
                 self._store.writers.prolong(reservation)
-        if received != terms.nbytes:
-            raise _wrong_size(terms.nbytes, str(received), 400)
-        if sha256 is not None and await sha256.digest() != terms.sha256:
+        if received != asked.nbytes:
+            raise _wrong_size(asked.nbytes, str(received), 400)
+        if sha256 is not None and await sha256.digest() != asked.sha256:
             raise Refusal(400, "corrupt", "the body does not have the sha-256 of Repr-Digest")
         return sink.digest()
 
     async def _seal(
-        self, reservation: Reservation, digest: bytes, terms: _Terms
+        self, reservation: Reservation, digest: bytes, asked: _Put
     ) -> web.StreamResponse:
         """Publish, to the end even if the peer has gone: every byte of it is here."""
         task = asyncio.get_running_loop().create_task(
@@ -245,8 +247,8 @@ class Blobs:
         except TimeoutError:
             raise DeadlineExceeded("every byte is here, but the disk takes too long") from None
         if result not in RESULTS:
-            raise _refused(reason, terms)
-        if result == "exists" and terms.must_be_new:  # since its body came
+            raise _refused(reason, asked)
+        if result == "exists" and asked.must_be_new:  # since its body came
             raise _held_already()
         if result == "divergent":
             raise Refusal(409, result, DIVERGENT, result=result)
@@ -295,7 +297,7 @@ class _Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class _Terms:
+class _Put:
     """What a put asks for, checked."""
 
     key: bytes
@@ -312,12 +314,12 @@ class _Terms:
     """The rebuild that it is part of; 0 if none."""
 
 
-def _terms(request: web.Request, ns: NamespaceState) -> _Terms:
+def _put_of(request: web.Request, ns: NamespaceState) -> _Put:
     query = request.query
     parent = query.get("parent", "")
     per_blob = ns.namespace.tokens_per_blob
     tokens = whole_of(request, "tokens", per_blob, 1, per_blob)
-    terms = _Terms(
+    asked = _Put(
         key=hex_bytes(request.match_info["key"], "a key"),
         parent=hex_bytes(parent, "parent") if parent else b"",
         retention=Retention.parse(query.get("retention", "standard")),
@@ -333,9 +335,9 @@ def _terms(request: web.Request, ns: NamespaceState) -> _Terms:
     if "Content-Range" in request.headers:
         raise InvalidRequest("a blob is put whole, not by Content-Range")
     length = bodies.expected_length(request)
-    if length is not None and length != terms.nbytes:
-        raise _wrong_size(terms.nbytes, str(length), 413 if length > terms.nbytes else 400)
-    return terms
+    if length is not None and length != asked.nbytes:
+        raise _wrong_size(asked.nbytes, str(length), 413 if length > asked.nbytes else 400)
+    return asked
 
 
 def _held(ns: NamespaceState, key: bytes) -> Record | None:
@@ -381,10 +383,10 @@ def _wrong_size(wanted: int, found: str, status: int) -> Refusal:
     )
 
 
-def _refused(reason: str, terms: _Terms) -> Exception:
+def _refused(reason: str, asked: _Put) -> Exception:
     """Why a put was refused, as what is raised for it."""
     if reason == "orphan":
-        return Refusal(409, "orphan", f"parent {terms.parent.hex()[:12]} is not held: put it first")
+        return Refusal(409, "orphan", f"parent {asked.parent.hex()[:12]} is not held: put it first")
     if reason == "too_large":
         return Refusal(
             413, "size_mismatch", "more than one client may have on loan (local.lent_max)"

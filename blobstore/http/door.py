@@ -54,7 +54,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
+class DoorTerms:
     """How the door is set up; see config.HttpSection."""
 
     listen: Address
@@ -71,7 +71,7 @@ class HttpDoor:
     def __init__(
         self,
         store: Store,
-        terms: Terms,
+        terms: DoorTerms,
         *,
         latencies: Latencies | None = None,
         connections: Mapping[str, Callable[[], int]] | None = None,

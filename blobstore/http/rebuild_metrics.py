@@ -10,6 +10,7 @@ REBUILD_ONES = (
     One("rebuild_jobs", "rebuild.jobs", "Rebuilds that wait or run."),
     One("rebuild_jobs_running", "rebuild.running", "Rebuilds that runners are at work on."),
     One("rebuild_waiters", "rebuild.waiting", "Requests that wait for rebuilds."),
+    One("rebuild_text_bytes", "rebuild.text_bytes", "Memory that the texts of rebuilds take."),
     One("rebuild_made_blobs_total", "rebuild.blobs", "Blobs that runners made in their jobs."),
     One("rebuild_made_tokens_total", "rebuild.tokens", "Tokens that these stand for."),
     One("rebuild_seconds_total", "rebuild.seconds", "Seconds that it took to compute them."),

@@ -1,19 +1,19 @@
 """Model runners elsewhere: each job is posted to the URL that one registered.
 
 The runner PUTs the blobs with `?job=`, root side first, and answers 200 when it is done. Its
-registration ends by itself unless it is renewed. A job that fails there goes to another runner.
+registration ends by itself unless it is renewed. A job that fails there goes to another runner;
+one that nobody wants any more is cut off, which the runner learns by its connection's end.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import ssl
 from collections.abc import Coroutine
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-import aiohttp
 import msgspec
 import numpy as np
 from aiohttp import web
@@ -22,6 +22,7 @@ from yarl import URL
 from blobstore.errors import Busy, InvalidRequest, SizeMismatch
 from blobstore.http import bodies
 from blobstore.http.answers import answer
+from blobstore.http.callback_post import post_json
 from blobstore.http.context import Context
 from blobstore.http.tokens import Right
 from blobstore.http.verbs import ROOT
@@ -35,9 +36,8 @@ URL_CHARS_MAX = 2048
 TTL_S_MIN, TTL_S_MAX = 60.0, 86_400.0
 TTL_S = 600.0
 POLL_S = 10.0
-CONNECT_S = 5.0
-ANSWER_BYTES_MAX = 64 << 10
-"""Of what a runner answers, which nobody reads."""
+LOOK_S = 1.0
+"""Between two looks whether what a runner is at work on is wanted yet."""
 
 log = logging.getLogger(__name__)
 
@@ -66,7 +66,8 @@ class Rebuilders:
     def __init__(self, context: Context) -> None:
         self._context = context
         self._rebuilds: Rebuilds = context.store.rebuilds
-        self._session: aiohttp.ClientSession | None = None
+        self._tls: ssl.SSLContext | None = None
+        """Made for the first https:// URL: it reads the system's certificates."""
         self._registrations: dict[tuple[bytes, str], _Registration] = {}
         """By namespace and URL."""
 
@@ -99,20 +100,12 @@ class Rebuilders:
         for name in list(self._registrations):
             self._end(name)
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._session is not None:
-            await self._session.close()
 
     def _begin(
         self, ns: NamespaceState, url: str, concurrency: int, expires_s: float
     ) -> _Registration:
         if len(self._registrations) >= CALLBACKS_MAX:
             raise Busy(f"{CALLBACKS_MAX} callbacks are registered, the most there may be")
-        if self._session is None:
-            self._session = aiohttp.ClientSession(
-                auto_decompress=False,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                connector=aiohttp.TCPConnector(limit=0),  # one that hangs must not hold up others
-            )
         runner = self._rebuilds.register(url[:80], [ns.id], concurrency, beats=False)
         known = _Registration(runner, expires_s, set())
         self._registrations[ns.id, url] = known
@@ -144,32 +137,35 @@ class Rebuilders:
                 self._start(known, self._do(name[1], known.runner, task))
 
     async def _do(self, url: str, runner: Runner, task: Task) -> None:
-        """See one job through."""
-        why = await self._post(url, task)
-        n_sealed = 0 if why else len(task.keys)  # those that it has not put do not count
-        self._rebuilds.end(runner, task.job_id, n_sealed, why, 0.0)
-
-    async def _post(self, url: str, task: Task) -> str:
-        """Have the runner do a job; "" or "failed"."""
-        assert self._session is not None
-        loop = asyncio.get_running_loop()
-        body = await loop.run_in_executor(self._context.pool, _as_json, task)
-        timeout = aiohttp.ClientTimeout(total=task.limit_s, sock_connect=CONNECT_S)
-        headers = {"Content-Type": "application/json"}
+        """See one job through, for as long as somebody wants it."""
+        posting = asyncio.get_running_loop().create_task(self._post(URL(url), task))
         try:
-            async with self._session.post(
-                url, data=body, headers=headers, timeout=timeout, allow_redirects=False
-            ) as response:
-                with suppress(asyncio.IncompleteReadError):
-                    await response.content.readexactly(ANSWER_BYTES_MAX)
-                    response.close()  # it says more than anybody wants to know
-                if response.status == 200:
-                    return ""
-                log.warning("a runner answered %s with %d", _named(url), response.status)
-        except (aiohttp.ClientError, OSError, ValueError) as error:  # TimeoutError is an OSError
+            while not posting.done() and self._rebuilds.wants(runner, task.job_id):
+                await asyncio.wait([posting], timeout=LOOK_S)
+            why = posting.result() if posting.done() else "cancelled"
+            n_sealed = 0 if why else len(task.keys)  # those that it has not put do not count
+            self._rebuilds.end(runner, task.job_id, n_sealed, why, 0.0)
+        finally:
+            posting.cancel()
+            await asyncio.gather(posting, return_exceptions=True)
+
+    async def _post(self, url: URL, task: Task) -> str:
+        """Have the runner do a job; "" or "failed"."""
+        work = asyncio.get_running_loop().run_in_executor
+        body = await work(self._context.pool, _as_json, task)
+        if url.scheme == "https" and self._tls is None:
+            self._tls = await work(self._context.pool, ssl.create_default_context)
+        try:
+            async with asyncio.timeout(task.limit_s):
+                status = await post_json(url, body, self._tls if url.scheme == "https" else None)
+        except (OSError, ValueError) as error:  # TimeoutError is an OSError
             # What it says may hold the URL as a whole, and what the runner sent.
             log.warning("a runner cannot be asked at %s: %s", _named(url), type(error).__name__)
-        return "failed"
+            return "failed"
+        if status != 200:
+            log.warning("a runner answered %s with %d", _named(url), status)
+            return "failed"
+        return ""
 
 
 def _checked(asked: Callback, ns: NamespaceState) -> str:
@@ -192,9 +188,9 @@ def _checked(asked: Callback, ns: NamespaceState) -> str:
     return str(url)
 
 
-def _named(url: str) -> str:
+def _named(url: URL) -> str:
     """As far as a log should have it: a query may hold a secret."""
-    return str(URL(url).with_query(None))
+    return str(url.with_query(None))
 
 
 def _as_json(task: Task) -> bytes:

@@ -84,6 +84,19 @@ class TestUntouchedBlobs:
         assert kv.put_from(ns, keys, contents) == ["exists", "stored", "stored", "stored"]
 
 
+class TestSealing:
+    def test_it_may_take_longer_than_the_put(
+        self, kv: Any, ns: BoundNamespace, namespace: Namespace
+    ) -> None:
+        """Memory that does not come at once is of no use to some, who then wait for the seal."""
+        keys = chain(namespace, 3, N)
+        writer = kv.put(ns, keys, timeout_s=0.0)
+        for index, payload in enumerate(payloads_of(keys, NBYTES)):
+            writer[index][:] = payload
+        writer.seal(timeout_s=20.0)
+        assert writer.results == ["stored"] * N
+
+
 @pytest.mark.in_place
 class TestGroups:
     @pytest.fixture

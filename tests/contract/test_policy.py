@@ -19,7 +19,7 @@ from blobstore.tiering.first_out import FirstOut
 from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.plan import POLICY_NAMES, Plan, PlanSettings, make_plan
 from blobstore.tiering.policies import POLICIES
-from blobstore.tiering.policy import Policy, Terms, Use
+from blobstore.tiering.policy import Policy, PolicyTerms, Use
 from blobstore.tiering.shadow_cache import ShadowCache
 
 CAPACITY_BYTES = 20_000
@@ -36,7 +36,7 @@ class _Planned:
 
     def __init__(self, name: str) -> None:
         self._plan: Plan[Any] = make_plan(
-            name, Terms(CAPACITY_BYTES, _identity), settings=PlanSettings(inline=True)
+            name, PolicyTerms(CAPACITY_BYTES, _identity), settings=PlanSettings(inline=True)
         )
         self._order = self._plan.dram
 
@@ -65,7 +65,7 @@ class _Planned:
 
 
 def _maker(name: str) -> MakePolicy:
-    return lambda: POLICIES[name](Terms(CAPACITY_BYTES, _identity))
+    return lambda: POLICIES[name](PolicyTerms(CAPACITY_BYTES, _identity))
 
 
 def _first_out() -> Policy[Any]:

@@ -8,6 +8,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -263,3 +265,107 @@ def test_bad_registrations_are_refused(
 
 def test_without_a_token_nobody_registers(door: HttpDaemon, ns: BoundNamespace) -> None:
     assert door.post(f"{ONE}/rebuilders", {"url": "http://host/"}, token=None).status == 401
+
+
+def raw_server() -> socket.socket:
+    """One that speaks no HTTP by itself."""
+    server = socket.create_server(("127.0.0.1", 0))
+    server.settimeout(WAIT_S)
+    return server
+
+
+def url_of(server: socket.socket) -> str:
+    return f"http://127.0.0.1:{server.getsockname()[1]}/"
+
+
+def take_job(server: socket.socket) -> tuple[socket.socket, dict[str, Any]]:
+    """The connection of the next job, and the job."""
+    peer = server.accept()[0]
+    peer.settimeout(WAIT_S)
+    with peer.makefile("rb") as request:
+        headers = dict(
+            line.split(b": ") for line in iter(request.readline, b"\r\n") if b":" in line
+        )
+        return peer, json.loads(request.read(int(headers[b"Content-Length"])))
+
+
+def test_a_job_that_nobody_wants_any_more_is_cut_off(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace
+) -> None:
+    put_and_drop(kv, ns, ids_of(3))
+    with raw_server() as server:
+        door.post(f"{ONE}/rebuilders", {"url": url_of(server)})
+        connection = door.connection()  # a reader who hangs up while the runner computes
+        key = ns.keys(ids_of(3))[0].hex()
+        connection.request("GET", f"{ONE}/blobs/{key}?timeout_s=60", headers=door.headers())
+        peer, _ = take_job(server)
+        with peer:
+            connection.close()
+            assert peer.recv(1) == b"", "the daemon hangs up"
+        poll_until(lambda: kv.stats()["rebuild"]["jobs"] == 0, WAIT_S, "the job is over")
+        assert kv.stats()["rebuild"]["ended"] == {"cancelled": 1}
+        assert kv.stats()["rebuild"]["able"] == 1
+
+
+def test_one_that_is_wanted_later_goes_on(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace, elsewhere: Callable[[Answering], Elsewhere]
+) -> None:
+    """A reader whose time is up leaves the result to others."""
+    payloads = put_and_drop(kv, ns, ids_of(2))
+    waiting = threading.Event()
+    make = putting(door)
+    server = elsewhere(lambda job: make(job) if waiting.wait(WAIT_S) else 500)
+    door.post(f"{ONE}/rebuilders", {"url": server.url})
+    with kv.get(ns, ns.keys(ids_of(2)), timeout_s=0.2) as lease:
+        assert lease.reason == "deadline"
+    poll_until(lambda: kv.stats()["rebuild"]["running"] == 1, WAIT_S)
+    waiting.set()
+    poll_until(lambda: kv.match(ns, ns.keys(ids_of(2))).blobs == 2, WAIT_S, "it was made")
+    assert read(kv, ns, ids_of(2)) == (payloads, "")
+    assert len(server.jobs) == 1
+
+
+@pytest.mark.parametrize("head", [b"HTTP/1.1 100 Continue\r\n\r\n", b"HTTP/1.1 200 OK\r\nX: y\r\n"])
+def test_heads_without_end_cost_a_runner_its_job_and_others_nothing(
+    head: bytes, door: HttpDaemon, kv: Client, ns: BoundNamespace
+) -> None:
+    put_and_drop(kv, ns, ids_of(1))
+    stopped = threading.Event()
+
+    def flood(peer: socket.socket) -> None:
+        with peer, suppress(OSError):
+            while not stopped.is_set():
+                peer.sendall(head * 1000)
+
+    with raw_server() as server:
+        door.post(f"{ONE}/rebuilders", {"url": url_of(server)})
+        with ThreadPoolExecutor(2) as threads:
+            reading = threads.submit(read, kv, ns, ids_of(1))
+            flooding = threads.submit(flood, take_job(server)[0])
+            try:
+                payloads, reason = reading.result(WAIT_S / 2)
+                assert (payloads, reason) == ([], "failed")
+                flooding.result(WAIT_S / 2)  # the daemon has hung up
+            finally:
+                stopped.set()
+
+
+def test_an_answer_may_come_after_a_few_heads_and_in_pieces(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace
+) -> None:
+    payloads = put_and_drop(kv, ns, ids_of(1))
+    with raw_server() as server:
+        door.post(f"{ONE}/rebuilders", {"url": url_of(server)})
+        with ThreadPoolExecutor(1) as threads:
+            reading = threads.submit(read, kv, ns, ids_of(1))
+            peer, job = take_job(server)
+            with peer:
+                peer.sendall(
+                    b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 102 Processing\r\nA: b\r\n\r\n"
+                )
+                blob = f"{ONE}/blobs/{job['keys'][0]}?job={job['job']}"
+                assert door.ask("PUT", blob, payloads[0]).status == 201
+                peer.sendall(b"HTTP/1.1 20")
+                peer.sendall(b"0 OK\r\nContent-Length: 3\r\n\r\nabc")
+            assert reading.result(WAIT_S) == (payloads, "")
+    poll_until(lambda: kv.stats()["rebuild"]["ended"] == {"made": 1}, WAIT_S)

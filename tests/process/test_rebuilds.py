@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from blobstore.clients import AsyncClient, AsyncRebuildJob, BoundNamespace, Client, Terms
+from blobstore.clients import (
+    AsyncClient,
+    AsyncRebuildJob,
+    BoundNamespace,
+    Client,
+    RebuildJob,
+    Terms,
+)
 from blobstore.clients.rebuilds import POLL_S
 from blobstore.errors import InvalidRequest, UnknownNamespace
 from blobstore.namespace import Namespace
@@ -22,6 +30,7 @@ from tests.support.rebuild_runner import (
     NAMESPACE,
     TOKENS,
     ids_of,
+    make,
     payload_of,
     payloads_of,
     put_and_drop,
@@ -183,27 +192,59 @@ def test_a_handler_that_makes_nothing_has_failed(kv: Client, ns: BoundNamespace)
     assert rebuilds(kv)["blobs"] == 0
 
 
-def test_a_daemon_that_is_killed_meanwhile_is_registered_with_again(
-    tmp_path: Path,
+@pytest.mark.parametrize("stop", [signal.SIGTERM, signal.SIGKILL])
+def test_a_daemon_that_ends_amid_a_job_is_found_again_and_shows_nothing_half(
+    stop: signal.Signals, tmp_path: Path
 ) -> None:
-    ids = ids_of(4)
-    with daemon(tmp_path) as run, Client(run.address, timeout_s=WAIT_S) as kv:
-        ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
-        payloads = put_and_drop(kv, ns, ids)
-        with runner(run.address, "gate") as program, ThreadPoolExecutor(1) as readers:
-            reading = readers.submit(read, kv, ns, ids)
-            program.hear()
-            run.kill()
-            assert reading.result()[0] == []
-            with daemon(tmp_path) as run:
-                program.tell("go")
-                ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
-                put_and_drop(kv, ns, ids)
-                poll_until(lambda: rebuilds(kv)["runners"] == 1, WAIT_S, "it registered again")
+    ids, half, go = ids_of(6), threading.Event(), threading.Event()
+    jobs: list[int] = []
+
+    def handle(job: RebuildJob) -> None:
+        """The first time some are sealed, one is not, and one is half written when it ends."""
+        jobs.append(job.position)
+        if len(jobs) > 1:
+            make(job)
+            return
+        for index in range(len(job)):
+            if index == 3:
+                job[3][:100] = b"x" * 100
+                half.set()
+                assert go.wait(WAIT_S)  # the daemon is another one by now
+            job[index][:] = payload_of(ids[: index * TOKENS], job.blob_tokens(index))
+            if index != 2:
+                job.seal(index)
+
+    def begun() -> Daemon:
+        started = Daemon(tmp_path, environ={"BLOBSTORE__TIMES__DRAIN_S": "1"})
+        started.wait_ready()
+        return started
+
+    run = begun()
+    try:
+        with Client(run.address, timeout_s=WAIT_S) as kv, ThreadPoolExecutor(1) as readers:
+            ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+            payloads = put_and_drop(kv, ns, ids)
+            poll_until(lambda: kv.stats()["texts"]["pending"] == 0, WAIT_S, "texts are on disk")
+            with kv.serve_rebuilds([ns], handle) as server:
                 reading = readers.submit(read, kv, ns, ids)
-                program.hear()
-                program.tell("go")
-                assert reading.result() == (payloads, "")
+                assert half.wait(WAIT_S)
+                run.process.send_signal(stop)
+                got, reason = reading.result(WAIT_S)
+                assert (got, bool(reason)) == (payloads[: len(got)], True)
+                run.wait()
+                run = begun()
+                go.set()
+                ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+                n_kept = kv.match(ns, ns.keys(ids)).blobs
+                assert n_kept <= 2, "of what was sealed a crash may lose some"
+                poll_until(lambda: rebuilds(kv)["able"] == 1, WAIT_S, "it registered again")
+                assert read(kv, ns, ids) == (payloads, "")
+                poll_until(lambda: server.stats()["jobs"] == 2, WAIT_S, "both have ended")
+            assert jobs[1] in (0, n_kept * TOKENS)
+            poll_until(lambda: kv.stats()["lent_bytes"] == 0, WAIT_S, "nothing is lent")
+            assert kv.verify()["corrupt"] == []
+    finally:
+        run.kill()
 
 
 def test_a_deadline_ends_the_wait_and_not_the_job(

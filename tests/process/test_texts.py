@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +14,21 @@ import pytest
 from blobstore.clients import Client, Namespace, Terms
 from blobstore.text_entry import TextEntry
 from blobstore.text_shelf import DIRECTORY, KEYS_NAME, Shelf
+from blobstore.units import MIB
 from tests.support.blobs import TOKENS, opaque, payloads_of
 from tests.support.daemon import Daemon, daemon
 from tests.support.http_daemon import HttpDaemon, http_daemon, key, put
 from tests.support.polling import poll_until, wait_s
 from tests.support.texts import found_in
+from tests.support.tmpfs import tmpfs
 
 NBYTES = 70_000
 KV = opaque(NBYTES)
 SECRET = "what nobody may read"
 AT_REST_S = 10.0
 """An order of magnitude beyond what it takes."""
+LONG_TEXT = 60_000
+"""Bytes that nothing compresses."""
 LOST_S = 1.0
 """What a crash may lose at most."""
 
@@ -171,6 +176,48 @@ def test_no_file_and_no_log_tells_tokens(start: Callable[[], Daemon], tmp_path: 
     run.process.terminate()
     assert run.wait() == 0
     assert not found_in(tmp_path, *sought)
+
+
+@pytest.mark.root
+def test_a_full_disk_under_texts_holds_up_no_put_and_no_forget(tmp_path: Path) -> None:
+    texts = tmp_path / "data" / DIRECTORY
+    told: dict[int, list[bytes]] = {}
+
+    def tell_more(kv: Client, n: int) -> int:
+        """Put contexts with long texts; how many are on their way to disk after a while."""
+        for seed in range(len(told), len(told) + n):
+            ids, ns = ids_of(seed, 1), kv.namespace(KV)
+            told[seed] = list(keys := ns.keys(ids))
+            text = random.Random(seed).randbytes(LONG_TEXT).hex()
+            payloads = payloads_of(keys, NBYTES)
+            assert kv.put_from(ns, keys, payloads, token_ids=ids, text=text) == ["stored"]
+        wait_s(LOST_S)
+        pending: int = kv.stats()["texts"]["pending"]
+        return pending
+
+    environ = {"BLOBSTORE__REBUILD__TEXT": "text"}
+    with tmpfs(texts, 4 * MIB):
+        with daemon(tmp_path, environ=environ) as run, Client(run.address, timeout_s=20.0) as kv:
+            while not (pending := tell_more(kv, 8)):
+                assert len(told) < 100
+            assert pending <= 8
+            assert run.said.count("texts cannot be kept now") == 1
+            first = told[0]
+            assert kv.forget(kv.namespace(KV), first) == 1
+            assert kv.match(kv.namespace(KV), first).blobs == 0
+            run.process.terminate()
+            assert run.wait() == 0
+        with daemon(tmp_path, environ=environ) as run, Client(run.address, timeout_s=20.0) as kv:
+            assert tell_more(kv, 12) > 0, "full again, after a restart too"
+            subprocess.run(["mount", "-o", f"remount,size={64 * MIB}", texts], check=True)
+            known = at_rest(kv)
+            assert known >= len(told) - 1 - pending, "what waited when it stopped may be lost"
+            run.process.terminate()
+            assert run.wait() == 0
+        assert read(run, first) == [None]
+        del told[0]
+        kept = [seed for seed, keys in told.items() if right(read(run, keys), seed) == [True]]
+        assert len(kept) == known
 
 
 def test_without_a_disk_they_are_kept_in_memory(tmp_path: Path) -> None:

@@ -138,8 +138,8 @@ class _Writer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._writer, name)
 
-    def seal(self) -> None:
-        _run(self._runner, self._writer.seal())
+    def seal(self, **kwargs: Any) -> None:
+        _run(self._runner, self._writer.seal(**kwargs))
 
     def seal_parts(self, *args: Any) -> bool:
         sealed: bool = _run(self._runner, self._writer.seal_parts(*args))

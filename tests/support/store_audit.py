@@ -217,6 +217,8 @@ def _audit_ssd(store: Store, *, quiet: bool) -> None:
         for record in store.index.records()
         if record.ssd is not False
     }
+    due = sum(r.nbytes for r in on_ssd.values() if store.superseded.goes_first(r))
+    assert store.superseded.ssd_bytes == due, "what is superseded on ssd"
     live = sum(blocks_of(r.ssd.nbytes) for r in on_ssd.values() if isinstance(r.ssd, Extent))
     assert live <= ssd.stats()["live_bytes"]
     assert ssd.used_bytes <= ssd.capacity_bytes

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from blobstore.digest import payload_digest, piece_digests
-from blobstore.drafts import Reservation
+from blobstore.drafts import Asked, Reservation
 from blobstore.index import Retention
 from blobstore.layout import KVLayout
 from blobstore.namespace import Namespace
@@ -124,13 +124,10 @@ class StoreClient:
     async def reserve(
         self, ns: Namespace, keys: Sequence[bytes], *, retention: str = "standard", **terms: Any
     ) -> Writing:
-        """A reservation; `terms` as of Writers.reserve."""
+        """A reservation; `terms` as of Asked."""
+        asked = Asked(retention=Retention.parse(retention), **terms)
         reservation = await self.store.writers.reserve(
-            self.holder,
-            self.store.state(ns.id),
-            keys,
-            retention=Retention.parse(retention),
-            **terms,
+            self.holder, self.store.state(ns.id), keys, asked
         )
         return Writing(self, reservation)
 

@@ -83,6 +83,15 @@ def chain(
     return ns.id.hex(), [key.hex() for key in keys]
 
 
+def branch(served: ServedStore, n: int, *, shared: int) -> list[str]:
+    """A chain as of `chain` of which only the first blobs are the same; its keys."""
+    ns = Namespace("m", KVLayout.opaque(KIB), tokens_per_blob=16)
+    keys = ns.keys([*range(16 * shared), *range(5000, 5000 + 16 * (n - shared))])
+    with Client(served.address, timeout_s=20.0) as kv:
+        kv.put_from(kv.namespace(ns), keys, bytes(n * KIB))
+    return [key.hex() for key in keys]
+
+
 class TestPutAndGet:
     def test_a_file_comes_back(
         self, served: ServedStore, file: Path, tmp_path: Path, capsys: Output
@@ -472,6 +481,33 @@ class TestMatchPinAndRm:
         code, line = refused(capsys, "pin", ns, "ab" * 32)
         assert (code, "nothing was pinned" in line) == (1, True)
         assert told(capsys, "pin", ns, keys[0], "--ttl", "1.5m")["ttl_s"] == 90.0
+
+
+class TestSupersede:
+    def test_what_only_the_old_context_has_leaves_first(
+        self, served: ServedStore, capsys: Output
+    ) -> None:
+        ns, old = chain(served, 3)
+        new = branch(served, 3, shared=1)
+        line = said(capsys, "supersede", ns, old[-1], new[-1])
+        assert line == "2 blobs of the old context leave first from now on\n"
+        assert served.call(lambda store: store.stats()["superseded"]["blobs"]) == 2
+        body = told(capsys, "supersede", ns, old[-1], new[-1])
+        assert (body["old_leaf"], body["new_leaf"], body["count"]) == (old[-1], new[-1], 2)
+        assert told(capsys, "match", ns, *old)["blobs"] == 3
+
+    def test_what_cannot_be_is_refused_in_words(self, served: ServedStore, capsys: Output) -> None:
+        ns, old = chain(served, 2)
+        missing = "ab" * 32
+        for keys, word in (
+            ((missing, old[1]), "old context's last blob is not held"),
+            ((old[1], missing), "new context's last blob is not held"),
+            ((old[0], old[1]), "others go on"),
+        ):
+            code, line = refused(capsys, "supersede", ns, *keys)
+            assert (code, word in line) == (1, True)
+        code, line = refused(capsys, "supersede", ns, old[0])
+        assert (code, "name two keys" in line) == (2, True)
 
 
 class TestLs:

@@ -88,7 +88,9 @@ def test_all_kinds_of_contiguous_memory_are_written_and_read_in_place(name: str)
 
 
 @pytest.mark.parametrize(
-    "source", [b"abc", memoryview(b"abc"), np.frombuffer(b"abc", np.uint8)], ids=str
+    "source",
+    [b"abc", memoryview(b"abc"), np.frombuffer(b"abc", np.uint8)],
+    ids=["bytes", "memoryview", "array"],
 )
 def test_read_only_memory_is_read_but_not_written(source: Any) -> None:
     assert bytes(buffer_of(source, writable=False).on_host()) == b"abc"

@@ -205,6 +205,22 @@ class TestSsd:
         world.call(lease.release)
         assert world.read(HEAD + OLD) == 4
 
+    def test_its_room_counts_as_free_for_what_comes(self, world: World) -> None:
+        """So that nothing is refused for want of room that the old branch only holds."""
+        put_both(world)
+        world.finish_all()
+        writeback = world.store._writeback
+        assert writeback is not None
+        before = writeback._free_bytes()
+        world.supersede(OLD[-1], NEW[-1])
+        assert writeback._free_bytes() == before
+        world.sim.advance(GRACE_S)
+        assert writeback._free_bytes() == before + 4 * NBYTES
+        self.shed(world, 4)
+        world.finish_all()
+        assert world.store.superseded.ssd_bytes == 0
+        assert writeback._free_bytes() >= before + 4 * NBYTES
+
     def test_marks_survive_a_restart(self, world: World) -> None:
         put_both(world)
         world.finish_all()

@@ -14,7 +14,7 @@ from blobstore.tiering import fallback as module
 from blobstore.tiering.fallback import Fallback
 from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.policies import POLICIES
-from blobstore.tiering.policy import Terms, Use
+from blobstore.tiering.policy import PolicyTerms, Use
 from blobstore.tiering.prefill_cost import prefill_cost
 from blobstore.tiering.shadow_cache import ShadowCache
 from blobstore.tiering.switched_order import SwitchedOrder
@@ -33,7 +33,7 @@ class _Tier:
     """A tier of CAPACITY items under a Fallback whose learned order is newest first."""
 
     def __init__(self, capacity: int = CAPACITY, *, inline: bool = True) -> None:
-        terms = Terms(capacity, _itself)
+        terms = PolicyTerms(capacity, _itself)
         self.order: SwitchedOrder[int] = SwitchedOrder(
             {"ours": NewestFirst, **{name: partial(POLICIES[name], terms) for name in NAMES[1:]}},
             "lru",
@@ -106,7 +106,7 @@ def test_a_pattern_that_flips_engages_the_fallback_and_lets_go_of_it() -> None:
 def test_falling_back_costs_little_against_the_reference_itself() -> None:
     tier = _Tier()
     tier.fallback.fitted()
-    alone = ShadowCache(CAPACITY, POLICIES["lru"](Terms(CAPACITY, _itself)), lambda item: 1)
+    alone = ShadowCache(CAPACITY, POLICIES["lru"](PolicyTerms(CAPACITY, _itself)), lambda item: 1)
     found = tier.run(_drift(2), 4000)
     chains, hits = _drift(2), 0
     for second in range(4000):
@@ -243,7 +243,7 @@ def test_a_fallback_works_by_ticks_too() -> None:
 
 
 def test_where_costs_count_late_tokens_weigh_more() -> None:
-    terms = Terms(4, _itself)
+    terms = PolicyTerms(4, _itself)
     order: SwitchedOrder[int] = SwitchedOrder(dict.fromkeys(NAMES, LeafLru), "lru")
     fallback = Fallback(
         order, terms, StandInLearner(_itself), NAMES, inline=True, weigh=prefill_cost

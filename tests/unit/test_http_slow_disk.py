@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import pytest
 
-from blobstore.http.door import HttpDoor, Terms
+from blobstore.http.door import DoorTerms, HttpDoor
 from blobstore.http.tokens import load
 from blobstore.settings import StoreSettings
 from blobstore.store import Store
@@ -67,7 +67,7 @@ def payload(key: str) -> bytes:
 
 @asynccontextmanager
 async def door(store: Store, data: Path) -> AsyncIterator[aiohttp.ClientSession]:
-    made = HttpDoor(store, Terms(("127.0.0.1", 0), load(data, None)))
+    made = HttpDoor(store, DoorTerms(("127.0.0.1", 0), load(data, None)))
     await made.start()
     token = (data / "http.token").read_text().strip()
     headers = {"Authorization": f"Bearer {token}"}

@@ -12,7 +12,7 @@ from blobstore.ages import Ages
 from blobstore.http.tiering_metrics import tiering_metrics
 from blobstore.reasons import MOVED, REFUSED
 from blobstore.tiering.plan import PlanSettings, make_plan
-from blobstore.tiering.policy import Terms
+from blobstore.tiering.policy import PolicyTerms
 from tests.support.plan_stats import PLAN
 
 
@@ -119,7 +119,7 @@ def test_no_limit_is_no_number() -> None:
 
 
 def test_the_plan_tells_nothing_that_is_not_rendered() -> None:
-    terms: Terms[int] = Terms(1000, lambda item: item)
+    terms: PolicyTerms[int] = PolicyTerms(1000, lambda item: item)
     plan = make_plan("ours", terms, terms, PlanSettings(inline=True))
     try:
         told = plan.stats()

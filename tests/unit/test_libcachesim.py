@@ -11,7 +11,7 @@ import pytest
 from blobstore.bench.optimum import OptimalCache
 from blobstore.bench.trace import Request, Trace, load_trace
 from blobstore.tiering.policies import POLICIES
-from blobstore.tiering.policy import Terms, Use
+from blobstore.tiering.policy import PolicyTerms, Use
 from blobstore.tiering.shadow_cache import ShadowCache
 
 libcachesim = pytest.importorskip("libcachesim")
@@ -62,7 +62,7 @@ def test_a_reference_hits_as_often(name: str, their_name: str, trace: str, size:
     stream = stream_of(trace)
     capacity = int(size * len(set(stream)))
     cache = ShadowCache(
-        capacity, POLICIES[name](Terms(capacity, lambda block: block)), lambda block: 1
+        capacity, POLICIES[name](PolicyTerms(capacity, lambda block: block)), lambda block: 1
     )
     n_hits = sum(cache.use(Use([block], 0, float(at))) for at, block in enumerate(stream))
     expected = theirs(getattr(libcachesim, their_name), stream, capacity)

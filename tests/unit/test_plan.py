@@ -16,7 +16,7 @@ from blobstore.tiering.plan import (
     make_learned_plan,
     make_plan,
 )
-from blobstore.tiering.policy import Terms, Use
+from blobstore.tiering.policy import PolicyTerms, Use
 from blobstore.tiering.shadow_cache import ShadowCache
 from tests.support.stand_in_learner import METHOD, StandIns
 
@@ -28,8 +28,8 @@ def _itself(item: int) -> int:
     return item
 
 
-def _terms(capacity: int) -> Terms[int]:
-    return Terms(capacity, _itself)
+def _terms(capacity: int) -> PolicyTerms[int]:
+    return PolicyTerms(capacity, _itself)
 
 
 def _learned(stand_ins: StandIns, settings: PlanSettings = INLINE) -> Plan[int]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from blobstore import rebuild_map
+from blobstore import rebuild_map, rebuild_queue
 from blobstore.rebuild_jobs import Job, Waiter
 from blobstore.rebuild_queue import REMADE_MAX, SILENT_S, TRIES_MAX, RebuildQueue
 from blobstore.runners import BURST_JOBS, JOBS_PER_S, Runner, Runners
@@ -507,3 +507,43 @@ def test_all_are_told_of_changes(q: Queue) -> None:
     assert q.told["ab"] == before + 1
     q.seal(job, 1)
     assert q.told["ab"] == before + 1
+
+
+class TestTextBytes:
+    """What jobs hold in memory is counted, and bounded."""
+
+    ONE_BYTES = entry_of("a").memory_bytes
+
+    def test_it_is_given_back_however_jobs_end(self, q: Queue) -> None:
+        made, cut, dropped = q.ask("abcd"), q.ask("xyz"), q.ask("uv")
+        assert q.queue.text_bytes == 9 * self.ONE_BYTES
+        job = q.taken()
+        q.seal(job, 4)
+        q.end(job)
+        assert (made.reason, q.queue.text_bytes) == ("", 5 * self.ONE_BYTES)
+        q.queue.stop_at(cut, 1)
+        job = q.taken()
+        assert (len(job.keys), q.queue.text_bytes) == (1, 3 * self.ONE_BYTES)
+        assert q.queue.begin_further_up(job, *run_of("w"))
+        assert q.queue.text_bytes == 4 * self.ONE_BYTES
+        q.queue.leave(cut, cancelled=True)
+        q.queue.leave(dropped, cancelled=True)
+        assert (len(q.queue), q.queue.text_bytes) == (0, 0)
+
+    def test_with_too_much_of_it_there_are_no_new_jobs(
+        self, q: Queue, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(rebuild_queue, "TEXT_BYTES_MAX", 3 * self.ONE_BYTES)
+        first = q.ask("abc")
+        assert q.ask("xy").reason == "busy"
+        longer = q.ask("abcde")  # it has its blobs that are made already
+        job = q.taken()
+        q.seal(job, 3)
+        assert (outcome(first), outcome(longer)) == ((3, ""), (3, "busy"))
+        q.end(job)
+        assert q.ask("xy").reason is None
+
+    def test_many_who_wait_for_one_job_hold_no_more_than_one(self, q: Queue) -> None:
+        for _ in range(32):
+            q.ask("abc")
+        assert q.queue.text_bytes == 3 * self.ONE_BYTES

@@ -520,3 +520,38 @@ def test_what_follows_blobs_that_were_loaded_does_not_wait_for_their_rebuild(wor
     with sim_runner(world, world.ns, blob_s=2.0) as runner:
         assert world.took_s() < 2.5 * 2.0 + 2.0, "one of the first six at most, and the last two"
         assert runner.made[-2:] == list(world.keys[6:])
+
+
+class TestKeysThatAreNoChain:
+    """A get may name anything; what is made for it is right for whoever comes next."""
+
+    def test_a_blob_is_made_after_what_it_continues_or_not_at_all(self, world: World) -> None:
+        other_ids = list(range(5000, 5000 + TOKENS * N))
+        others = world.ns.keys(np.array(other_ids))
+        put_told(world, world.c, world.ns, others, other_ids)
+        world.drop()
+        world.call(world.c.drop, world.ns, list(others))
+        mixed = [*world.keys[:3], *others[3:]]
+        with sim_runner(world, world.ns) as runner:
+            reading = world.run(world.c.get(world.ns, mixed, timeout_s=60.0))
+            assert reading.payloads() == world.payloads()[:3]
+            reading.release()
+            assert runner.made == mixed[:3]
+
+    def test_a_partial_blob_ends_a_run(self, world: World) -> None:
+        ids = [*range(7000, 7000 + TOKENS * 2 + 3)]
+        keys = world.ns.keys(np.array(ids), tail=True)
+        put = world.c.put(
+            world.ns, list(keys), [payload_of(key, NBYTES) for key in keys],
+            tokens=np.array(ids, "<u4").tobytes(), tail_tokens=3, timeout_s=5.0,
+        )  # fmt: skip
+        assert {result for result, _ in world.run(put)} == {"stored"}
+        world.finish_all()
+        world.call(world.c.drop, world.ns, list(keys))
+        world.drop()
+        with sim_runner(world, world.ns) as runner:
+            asked = [*keys, *world.keys]
+            reading = world.run(world.c.get(world.ns, asked, timeout_s=60.0))
+            assert len(reading) == 3
+            reading.release()
+        assert len(runner.jobs[0].tokens) == 4 * len(ids)

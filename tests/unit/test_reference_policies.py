@@ -9,7 +9,7 @@ import pytest
 
 from blobstore.tiering import lru_k, wtinylfu
 from blobstore.tiering.policies import POLICIES
-from blobstore.tiering.policy import Policy, Terms, Use
+from blobstore.tiering.policy import Policy, PolicyTerms, Use
 from blobstore.tiering.shadow_cache import ShadowCache
 
 
@@ -23,7 +23,7 @@ class Cache:
     def __init__(
         self, name: str, capacity: int, nbytes: Callable[[str], int] | None = None
     ) -> None:
-        self.policy: Policy[str] = POLICIES[name](Terms(capacity, identity))
+        self.policy: Policy[str] = POLICIES[name](PolicyTerms(capacity, identity))
         self._cache = ShadowCache(capacity, self.policy, nbytes or (lambda item: 1))
         self._now_s = 0.0
 
@@ -141,7 +141,7 @@ def test_a_use_told_a_second_time_counts_for_what_is_new_only(name: str) -> None
     told: list[list[str]] = []
     again = Use(["a"], 1, 3.0)
     for use in (None, replace(again, continues=True), again):
-        policy: Policy[str] = POLICIES[name](Terms(4, identity))
+        policy: Policy[str] = POLICIES[name](PolicyTerms(4, identity))
         for item, now_s in (("a", 1.0), ("b", 2.0)):
             policy.use(Use([item], 0, now_s))
             policy.enter(item, 1)

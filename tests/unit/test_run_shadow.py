@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from blobstore.tiering.policies import POLICIES
-from blobstore.tiering.policy import Terms, Use
+from blobstore.tiering.policy import PolicyTerms, Use
 from blobstore.tiering.run_shadow import REFERENCE_SHADOWS, RunShadow
 from blobstore.tiering.shadow_cache import ShadowCache
 
@@ -29,7 +29,7 @@ class _Both:
 
     def __init__(self, name: str, capacity: int) -> None:
         self.runs = REFERENCE_SHADOWS[name](capacity)
-        policy = POLICIES[name](Terms(capacity, _itself))
+        policy = POLICIES[name](PolicyTerms(capacity, _itself))
         self.items: ShadowCache[int] = ShadowCache(capacity, policy, _one)
         self.now_s = 0.0
 

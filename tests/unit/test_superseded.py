@@ -16,6 +16,7 @@ from blobstore import superseded as module
 from blobstore.index import Index, Record, Retention
 from blobstore.sessions import Sessions
 from blobstore.superseded import FILE_NAME, Superseded
+from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.sealed_file import read_sealed, write_sealed
 from tests.support.clock import FakeClock
 from tests.support.store_client import opaque
@@ -223,6 +224,35 @@ class TestReversal:
         assert tree.marks.stats() == {"blobs": 1, "branches": 1}
         tree.index.discard(tree.of("c"))
         assert tree.marks.stats() == {"blobs": 0, "branches": 0}
+
+
+class TestRoom:
+    def test_what_is_due_on_ssd_is_as_good_as_free(self) -> None:
+        tree = Tree()
+        tree.grow("ab", ssd=True)
+        tree.grow("cd", on=tree.of("b"), ssd=True)
+        tree.grow("e", on=tree.of("d"))  # in DRAM alone
+        tree.grow("x", on=tree.of("b"), ssd=True)
+        assert tree.replace("e", "x") == 3
+        assert tree.marks.ssd_bytes == 0
+        tree.clock.advance(GRACE_S)
+        assert tree.marks.ssd_bytes == 200
+        tree.marks.used(tree.of("c"))
+        assert tree.marks.ssd_bytes == 100
+        tree.index.discard(tree.of("e"))
+        tree.index.discard(tree.of("d"))
+        assert tree.marks.ssd_bytes == 0
+
+    def test_what_comes_to_ssd_or_leaves_it_counts_from_then_on(self, tree: Tree) -> None:
+        order = tree.marks.first_out_of_ssd(LeafLru())
+        tree.replace("d", "y")
+        tree.clock.advance(GRACE_S)
+        order.enter(tree.of("c"), 100)
+        order.enter(tree.of("x"), 100)
+        assert tree.marks.ssd_bytes == 100
+        order.leave(tree.of("c"))
+        order.leave(tree.of("x"))
+        assert tree.marks.ssd_bytes == 0
 
 
 def restarted(tree: Tree, directory: Path, *, wall_s: float = 0.0) -> Superseded:

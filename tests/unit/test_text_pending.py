@@ -6,12 +6,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from blobstore.text_entry import TextEntry
-from blobstore.text_pending import ENTRY_BYTES, PendingTexts
-from blobstore.text_shelf import Noted
+from blobstore.text_entry import OBJECT_BYTES, Noted, TextEntry
+from blobstore.text_pending import PendingTexts
 from tests.support.texts import NAMESPACE, TOKENS, run_of
 
-ONE_BYTES = ENTRY_BYTES + 4 * TOKENS
+ONE_BYTES = OBJECT_BYTES + 4 * TOKENS
 CHAIN = run_of(6)
 KEYS = list(CHAIN)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from blobstore.errors import StorageFailed
-from blobstore.text_entry import TextEntry, encode
+from blobstore.text_entry import Noted, TextEntry, encode
 from blobstore.text_keys import KeyFile, MemoryKeys
-from blobstore.text_shelf import DIRECTORY, KEYS_NAME, Kept, Noted, Shelf
+from blobstore.text_shelf import DIRECTORY, KEYS_NAME, Kept, Shelf
 from blobstore.text_tables import LmdbTables, MemoryTables, Totals, Writing
 from blobstore.units import MIB
 from tests.support.clock import FakeClock
@@ -167,7 +167,7 @@ class TestRoom:
         keep(shelf, some(0, 1))
         for seed in range(1, 9):
             keep(shelf, run_of(1, seed=seed))
-        shelf._quota_bytes = shelf.totals().nbytes
+        shelf._room.quota_bytes = shelf.totals().nbytes
         assert keep(shelf, some(2)).no_room == 0
         assert held(shelf) == [0, 1, 2]
         shelf.close()
@@ -187,7 +187,7 @@ class TestRoom:
         shelf = place.open(quota_bytes=8 * MIB)
         for turn in range(12):
             keep(shelf, dict(chain[turn] for chain in chains))
-        shelf._quota_bytes = full = shelf.totals().nbytes
+        shelf._room.quota_bytes = full = shelf.totals().nbytes
         for seed in range(2000, 2010):
             kept = keep(shelf, run_of(200, seed=seed))
             assert (kept.no_room, kept.totals.nbytes <= full) == (0, True)

@@ -156,6 +156,30 @@ class TestRequests:
         assert client.holder.reservations == {}
         assert used(world) == 0
 
+    @pytest.mark.parametrize("sealed", [True, False])
+    def test_nothing_continues_a_partial_blob(
+        self, world: SimStore, ns: Namespace, client: StoreClient, sealed: bool
+    ) -> None:
+        """Positions below it would be wrong, and so what a runner makes there."""
+        keys = chain(3)
+        writing = world.run(client.reserve(ns, keys[:2], tail_tokens=5))
+        if sealed:
+            world.run(writing.seal())
+        with pytest.raises(InvalidRequest, match=r"partial, 5 tokens of 16: nothing continues"):
+            world.run(client.reserve(ns, keys[2:], parent_key=keys[1]))
+        assert len(client.holder.reservations) == (0 if sealed else 1)
+        assert world.run(client.reserve(ns, keys[2:], parent_key=keys[0])).reasons == [""]
+
+    def test_the_keys_of_a_chain_have_one_length(
+        self, world: SimStore, ns: Namespace, client: StoreClient
+    ) -> None:
+        """They travel packed: with other lengths a reader would cut them wrongly."""
+        root, rest = chain(1), [b"12345678", b"23456789"]
+        world.run(client.put(ns, root, [content(0, NBYTES)]))
+        with pytest.raises(InvalidRequest, match=r"one length: 32 bytes .* 8 that"):
+            world.run(client.reserve(ns, rest, parent_key=root[0]))
+        assert world.run(client.reserve(ns, rest)).reasons == ["", ""]
+
     def test_a_key_named_twice_is_refused(
         self, world: SimStore, ns: Namespace, client: StoreClient
     ) -> None:
