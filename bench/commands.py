@@ -7,6 +7,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from enum import StrEnum
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, TextIO
@@ -56,6 +57,7 @@ _BENCHES = {
     "midfill": ("midfill", "One turn of a 127,000 token conversation (needs 10 GB of memory)."),
     "clients": ("clients_at_once", "Four client processes at once beside one alone."),
     "catalogue": ("catalogue_scale", "200,000 blobs: seconds to open, memory per blob."),
+    "texts": ("texts_scale", "100,000 texts: seconds to open, memory per text, to forget some."),
     "put-cost": ("put_cost", "A put beside 10,000 blobs and beside 100."),
     "http": ("http_load", "HTTP: requests a second, lag of the loop, memory of large transfers."),
     "idle": ("idle", "CPU of an idle daemon, and its memory under load."),
@@ -68,6 +70,17 @@ Peers = Annotated[
         "--peers", metavar="NAMES", help="Some of redis,mooncake,ray,lmcache; all if not given."
     ),
 ]
+
+
+PYTHON_VARIABLE = "BLOBSTORE_VLLM_PYTHON"
+"""Names the Python that has vLLM, for those who measure often."""
+
+
+class Runner(StrEnum):
+    """What computes in `bench engine`."""
+
+    NUMPY = "numpy"
+    VLLM = "vllm"
 
 
 class BelowBound(BlobStoreError):
@@ -128,15 +141,31 @@ def bench_engine(
     tiny: Tiny = False,
     data: Data = None,
     check: Check = False,
+    runner: Annotated[
+        Runner, typer.Option("--runner", help="What computes: our NumPy model, or a real vLLM.")
+    ] = Runner.NUMPY,
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(
+            "--vllm-python",
+            metavar="FILE",
+            help="The Python that has vLLM; this one or .venv-vllm/bin/python if not given.",
+            envvar=PYTHON_VARIABLE,
+        ),
+    ] = None,
 ) -> None:
     """An agent's conversation through a real model: cold, from DRAM, from SSD, rebuilt, both."""
-    from blobstore.bench import engine_bench
-    from blobstore.bench.engine_plot import to_svg
+    from blobstore.bench import engine_bench, engine_plot, engine_vllm_bench, engine_vllm_plot
     from blobstore.bench.setup import Setup
 
     _end_in_order()
-    report = engine_bench.report(Setup(_directory(data), tiny, _sayer(quiet=json)))
-    _show(report, json=json, plot=plot, check=check, draw=to_svg)
+    setup = Setup(_directory(data), tiny, _sayer(quiet=json))
+    if runner is Runner.VLLM:
+        report: Report = engine_vllm_bench.report(setup, vllm_python)
+        _show(report, json=json, plot=plot, check=check, draw=engine_vllm_plot.to_svg)
+    else:
+        report = engine_bench.report(setup)
+        _show(report, json=json, plot=plot, check=check, draw=engine_plot.to_svg)
 
 
 @bench.command("replay")

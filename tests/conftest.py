@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator, Iterator
 
 import pytest
@@ -19,6 +20,8 @@ settings.load_profile("reproducible")
 
 
 def pytest_sessionstart() -> None:
+    # A shell starts what it puts in the background deaf to SIGINT, and so would be our children.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # libuv opens its signal pipe with the first loop and keeps it for the life of the process.
     uvloop.run(asyncio.sleep(0))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -29,9 +29,10 @@ def python_files() -> list[Path]:
 FILES = python_files()
 
 
-each_file = pytest.mark.parametrize(
-    "path", FILES, ids=[path.relative_to(ROOT).as_posix() for path in FILES]
-)
+def found_in_any(look: Callable[[Path], object]) -> dict[str, object]:
+    """What `look` finds, by file, where it finds anything."""
+    looked = {path.relative_to(ROOT).as_posix(): look(path) for path in FILES}
+    return {name: found for name, found in looked.items() if found}
 
 
 def called(node: ast.Call) -> str:
@@ -72,37 +73,39 @@ def banned(path: Path) -> Iterator[str]:
             yield f"{where} makes tests slow or flaky; poll with a deadline"
 
 
-@each_file
-def test_no_file_is_too_long_to_hold_in_the_head(path: Path) -> None:
-    lines = path.read_text(encoding="utf-8").count("\n")
-    assert lines <= FILE_LINES_MAX, "split it by idea"
-
-
-@each_file
-def test_every_function_fits_a_screen(path: Path) -> None:
-    too_long = [
+def too_long(path: Path) -> list[str]:
+    return [
         f"{node.name}: {lines} lines"
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
         and (lines := (node.end_lineno or node.lineno) - node.lineno + 1) > FUNCTION_LINES_MAX
     ]
-    assert too_long == []
 
 
-@each_file
-def test_no_banned_call(path: Path) -> None:
-    assert list(banned(path)) == []
-
-
-@each_file
-def test_nothing_is_left_over(path: Path) -> None:
+def leftovers(path: Path) -> list[str]:
     lines = path.read_text(encoding="utf-8").splitlines()
-    assert [line for line in lines if any(word in line for word in LEFTOVERS)] == []
+    return [line for line in lines if any(word in line for word in LEFTOVERS)]
 
 
-@each_file
-def test_modules_are_named_by_what_they_are(path: Path) -> None:
-    assert path.stem not in VAGUE
+def test_no_file_is_too_long_to_hold_in_the_head() -> None:
+    lines = {path: path.read_text(encoding="utf-8").count("\n") for path in FILES}
+    assert [path for path, n in lines.items() if n > FILE_LINES_MAX] == [], "split it by idea"
+
+
+def test_every_function_fits_a_screen() -> None:
+    assert found_in_any(too_long) == {}
+
+
+def test_no_banned_call() -> None:
+    assert found_in_any(lambda path: list(banned(path))) == {}
+
+
+def test_nothing_is_left_over() -> None:
+    assert found_in_any(leftovers) == {}
+
+
+def test_modules_are_named_by_what_they_are() -> None:
+    assert [path for path in FILES if path.stem in VAGUE] == []
 
 
 def test_the_walk_sees_every_room_once() -> None:

@@ -1,10 +1,11 @@
-"""Every benchmark, small, and the demo, whole, against real daemons."""
+"""Every benchmark, small and as it is called, and the demo, whole, against real daemons."""
 
 from __future__ import annotations
 
-import importlib
 import json
 import math
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +14,11 @@ import pytest
 
 from blobstore.bench.demo import DOCUMENT_TOKENS_MIN, run_demo
 from blobstore.bench.own_daemon import OwnDaemon
-from blobstore.bench.report import Row
-from blobstore.bench.setup import Setup
 from blobstore.errors import SetupError, Unavailable
 from blobstore.units import MIB
+from tests.support.program import ROOT
 
+BENCH_S = 150.0
 ROWS = {
     "rpc": ["rpc.ping", "rpc.match_1000", "rpc.match_1000.half"],
     "tiers": [
@@ -26,11 +27,12 @@ ROWS = {
         "http.get", "http.put",
     ],
     "midfill": ["midfill"],
-    "clients_at_once": ["clients.match", "clients.get_into", "clients.put"],
-    "catalogue_scale": ["catalogue.open", "catalogue.memory_per_blob"],
-    "put_cost": ["put_cost.standard", "put_cost.durable"],
+    "clients": ["clients.match", "clients.get_into", "clients.put"],
+    "catalogue": ["catalogue.open", "catalogue.memory_per_blob"],
+    "texts": ["texts.open", "texts.memory_per_text", "texts.forget"],
+    "put-cost": ["put_cost.standard", "put_cost.durable"],
     "idle": ["idle.cpu", "idle.memory"],
-    "http_load": ["http.requests", "http.loop_lag", "http.memory"],
+    "http": ["http.requests", "http.loop_lag", "http.memory"],
 }  # fmt: skip
 
 
@@ -43,13 +45,17 @@ def disk() -> Iterator[Path]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_tiny_run_gives_every_row_and_leaves_nothing(name: str, disk: Path) -> None:
-    module = importlib.import_module(f"blobstore.bench.{name}")
-    rows: list[Row] = module.rows(Setup(disk, True, lambda line: None))
-    assert [row.name for row in rows] == ROWS[name]
+    command = [sys.executable, "-m", "blobstore", "bench", name, "--tiny", "--json"]
+    done = subprocess.run(
+        [*command, "--data", str(disk)], capture_output=True, cwd=ROOT, timeout=BENCH_S, check=False
+    )
+    assert done.returncode == 0, done.stderr.decode()
+    rows = json.loads(done.stdout)["rows"]
+    assert [row["name"] for row in rows] == ROWS[name]
     for row in rows:
-        numbers = (row.value, row.limit, row.ratio, row.median_s, row.p99_s, row.spread)
-        assert all(math.isfinite(number) for number in numbers)
-        assert row.n > 0
+        numbers = ("value", "limit", "ratio", "median_s", "p99_s", "spread")
+        assert all(math.isfinite(row[number]) for number in numbers)
+        assert row["n"] > 0
     assert list(disk.iterdir()) == []
 
 

@@ -130,11 +130,13 @@ def _in_foreign_use(path: Path) -> bool:
     "It" may be a file in a directory of that name. Then it is another program's on the
     same machine, and not ours to judge.
     """
+    traces = {str(path), _as_mapped(path)}
     for entry in os.listdir("/proc"):
         if not entry.isdigit() or _descends_from_us(int(entry)):
             continue
         with suppress(OSError):
-            if str(path) in Path(f"/proc/{entry}/maps").read_text():
+            maps = Path(f"/proc/{entry}/maps").read_text()
+            if any(trace in maps for trace in traces):
                 return True
         with suppress(OSError):
             for fd in os.listdir(f"/proc/{entry}/fd"):
@@ -143,6 +145,15 @@ def _in_foreign_use(path: Path) -> bool:
                     if target == path or path in target.parents:
                         return True
     return False
+
+
+def _as_mapped(path: Path) -> str:
+    """Device and inode as /proc/…/maps shows them: a semaphore was created under another name."""
+    try:
+        found = path.stat()
+    except OSError:
+        return str(path)
+    return f" {os.major(found.st_dev):02x}:{os.minor(found.st_dev):02x} {found.st_ino} "
 
 
 def _descends_from_us(pid: int) -> bool:

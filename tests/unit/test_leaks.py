@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 
 import pytest
@@ -68,6 +69,22 @@ def test_each_kind_of_leak_is_named(
             leaked.__enter__()
     finally:
         leaked.__exit__(None, None, None)
+
+
+def test_memory_is_in_foreign_use_whatever_name_it_was_made_under(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(leaks, "_descends_from_us", lambda pid: False)  # as if we were another
+    made = Path(f"/dev/shm/made-{os.getpid()}")
+    name = Path(f"/dev/shm/leak-check-{os.getpid()}")
+    made.write_bytes(b"semaphore")
+    with made.open("rb") as file, mmap(file.fileno(), 0, access=ACCESS_READ):
+        name.hardlink_to(made)
+        made.unlink()
+        in_use = leaks._in_foreign_use(name)
+    in_use_later = leaks._in_foreign_use(name)
+    name.unlink()
+    assert (in_use, in_use_later) == (True, False)
 
 
 async def test_a_task_left_running_is_named_and_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
