@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from blobstore.bench.model_file import REMEDY, ModelFile
@@ -50,6 +51,10 @@ class Chat:
     def encode(self, text: str) -> list[int]:
         """The ids of `text` as it is, special tokens included."""
         return list(self._tokenizer.encode(text).ids)
+
+    def save(self, path: Path) -> None:
+        """Write the vocabulary as a tokenizer.json."""
+        self._tokenizer.save(str(path))
 
     def _prompt(self, messages: Messages) -> Iterator[int]:
         for number, (role, content) in enumerate(messages):

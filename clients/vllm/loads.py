@@ -1,0 +1,197 @@
+"""Reading blobs into the blocks that the engine gave to a request, on background threads.
+
+Nobody else reads or writes these blocks until the engine hears that the load has ended,
+which it does exactly once, whatever became of it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+from blobstore.clients.bound import BoundNamespace
+from blobstore.clients.sync import Client, Lease
+from blobstore.clients.vllm.copies import Copies
+from blobstore.clients.vllm.daemon import UNAVAILABLE, Daemon
+from blobstore.clients.vllm.faults import Faults
+from blobstore.clients.vllm.geometry import Group
+from blobstore.clients.vllm.lane import Lane
+from blobstore.clients.vllm.metadata import Blocks, Load
+from blobstore.clients.vllm.recorder import Recorder
+from blobstore.clients.windows import WINDOW_BYTES, windows
+from blobstore.hint import Hint
+from blobstore.keys import Keys
+
+THREADS = 2
+WAITING_MAX = 1 << 16
+"""More requests than an engine has."""
+ABSENT = "absent"
+FAILED = "failed"
+
+
+class Place(Protocol):
+    """As Identity: what a rank reads and writes."""
+
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Of the stored layers."""
+
+    @property
+    def blob_tokens(self) -> int:
+        """Tokens per blob."""
+
+    @property
+    def blob_bytes(self) -> int:
+        """Of a whole blob."""
+
+    def bound_of(self, encoded: bytes) -> BoundNamespace:
+        """The namespace that the scheduler names."""
+
+
+def blocks_of(place: Place, blocks: Blocks, blob: int) -> list[list[int]]:
+    """Those of blob number `blob` of a run of blobs whose `blocks` are given."""
+    found = []
+    for group, ids in zip(place.groups, blocks, strict=True):
+        per_blob = place.blob_tokens // group.block_tokens
+        found.append(list(ids[blob * per_blob : (blob + 1) * per_blob]))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A load that is over: `blobs` leading ones were read, all of them if it is `whole`."""
+
+    request_id: str
+    blobs: int
+    whole: bool
+
+
+class Loads:
+    """All loads of a worker. `start` and `take` are called by the engine's thread."""
+
+    def __init__(
+        self,
+        place: Place,
+        daemon: Daemon,
+        recorder: Recorder,
+        faults: Faults,
+        timeout_s: float,
+        *,
+        tells_tokens: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place = place
+        self._daemon = daemon
+        self._recorder = recorder
+        self._faults = faults
+        self._timeout_s = timeout_s
+        self._tells_tokens = tells_tokens
+        self._clock = clock
+        self._lane = Lane("loads", threads=THREADS, waiting_max=WAITING_MAX)
+        self._changed = threading.Condition()
+        self._ended: list[Ended] = []
+        self._running = 0
+
+    def start(self, loads: Sequence[Load], copies: Copies | None) -> None:
+        """Begin; each of them is in `take` one day."""
+        with self._changed:
+            self._running += len(loads)
+        for load in loads:
+            if not self._faults.guarded(False, self._post, load, copies):
+                self._end(Ended(load.request_id, 0, whole=False))
+
+    def take(self, wait_s: float = 0.0) -> list[Ended]:
+        """Those that ended since the last call; waits for one if some are running."""
+        with self._changed:
+            if wait_s and self._running and not self._ended:
+                self._changed.wait(wait_s)
+            ended, self._ended = self._ended, []
+        return ended
+
+    def close(self, timeout_s: float) -> None:
+        """Take no more."""
+        self._lane.close(timeout_s)
+
+    def _post(self, load: Load, copies: Copies | None) -> bool:
+        if copies is None:
+            return False
+        return self._lane.post(partial(self._run, load, copies, copies.fence()))
+
+    # On a thread.
+
+    def _run(self, load: Load, copies: Copies, fence: Any) -> None:
+        run, reason = _Run(load, copies, fence, self._clock()), FAILED
+        try:
+            reason = self._read(run)
+        except Exception as error:  # whatever it is: the engine computes these tokens itself
+            self._faults.note("loads", f"{type(error).__name__}: {error}")
+        finally:
+            self._faults.guarded(None, self._count, run, reason)
+            self._end(Ended(load.request_id, run.done, whole=not reason))
+
+    def _count(self, run: _Run, reason: str) -> None:
+        if reason:
+            if self._tells_tokens:
+                self._recorder.missed(reason)
+            return
+        self._faults.note("loads", "")
+        tokens = run.done * self._place.blob_tokens - run.load.skip if self._tells_tokens else 0
+        nbytes = run.done * run.copies.read_bytes
+        self._recorder.loaded(tokens, nbytes, self._clock() - run.began_s)
+
+    def _read(self, run: _Run) -> str:
+        """Read all blobs, or as far as it goes; why it ends before the last one."""
+        keys = Keys(run.load.keys, run.load.key_bytes)
+        if not keys:
+            return ABSENT
+        ns = self._place.bound_of(run.load.namespace)
+        hint = Hint.from_dict(run.load.hint)
+        step = len(windows([self._place.blob_bytes] * len(keys), 4 * WINDOW_BYTES)[0])
+        while run.done < len(keys):
+            client = self._daemon.reach()
+            if client is None:
+                return UNAVAILABLE
+            before = run.done
+            reason = self._window(run, client, ns, keys[before : before + step], hint)
+            self._daemon.note(reason if run.done == before else "")
+            if run.done == before:
+                return reason or ABSENT
+        return ""
+
+    def _window(self, run: _Run, client: Client, ns: BoundNamespace, keys: Keys, hint: Hint) -> str:
+        """Read some of `keys`; why it ends where it does."""
+        stream = run.load.stream
+        lease = client.get(ns, keys, hint=hint, timeout_s=self._timeout_s, stream=stream)
+        with lease:
+            for number in range(len(lease)):
+                if stream and not lease.wait(number, timeout_s=self._timeout_s):
+                    break
+                self._copy(run, lease, number)
+        return lease.reason
+
+    def _copy(self, run: _Run, lease: Lease, number: int) -> None:
+        load = run.load
+        blocks = blocks_of(self._place, load.blocks, run.done)
+        run.copies.into(blocks, lease[number], load.skip if run.done == 0 else 0, run.fence)
+        run.done += 1
+
+    def _end(self, ended: Ended) -> None:
+        with self._changed:
+            self._ended.append(ended)
+            self._running -= 1
+            self._changed.notify()
+
+
+@dataclass(slots=True)
+class _Run:
+    """A load under way: `done` leading blobs of it are in their blocks."""
+
+    load: Load
+    copies: Copies
+    fence: Any
+    began_s: float
+    done: int = 0

@@ -1,0 +1,300 @@
+"""Writing blobs that have become whole to the store.
+
+Memory is reserved on a thread while the engine computes. Once it has, the blobs are
+copied there before the step ends, so that no later step can change what is saved;
+a thread seals them. A daemon that is slow or gone costs a step no more than a moment.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Protocol
+
+from blobstore.clients.sync import Writer
+from blobstore.clients.vllm.copies import Copies, Finish
+from blobstore.clients.vllm.daemon import UNAVAILABLE, Daemon
+from blobstore.clients.vllm.faults import Faults
+from blobstore.clients.vllm.lane import Lane
+from blobstore.clients.vllm.loads import FAILED, Place, blocks_of
+from blobstore.clients.vllm.metadata import Save
+from blobstore.clients.vllm.recorder import Recorder
+from blobstore.errors import BlobStoreError
+from blobstore.hint import Hint
+from blobstore.keys import Keys
+from blobstore.namespace import WriterGroup
+
+PATIENCE_S = 0.005
+"""How long the end of a step waits for memory, all of its saves together."""
+RESERVE_S = 0.5
+"""How long a reservation may wait for room: longer than that, few steps last."""
+SEALING_MAX = 64
+"""Saves whose seals are under way; more are left out."""
+
+LATE = "late"
+BUSY = "busy"
+ORPHAN = "orphan"
+_PASSING = (UNAVAILABLE, LATE, BUSY, ORPHAN, FAILED)
+"""Reasons that are said elsewhere, or are over by the next step."""
+
+
+class SavePlace(Place, Protocol):
+    """As Identity: with whom a rank fills blobs together, too."""
+
+    @property
+    def writer_group(self) -> WriterGroup | None:
+        """None if it fills them alone."""
+
+
+class Saves:
+    """All saves of a worker. But for the threads' part, called by the engine's thread."""
+
+    def __init__(
+        self,
+        place: SavePlace,
+        daemon: Daemon,
+        recorder: Recorder,
+        faults: Faults,
+        timeout_s: float,
+        *,
+        tells_tokens: bool = True,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._place = place
+        self._daemon = daemon
+        self._recorder = recorder
+        self._faults = faults
+        self._timeout_s = timeout_s
+        self._tells_tokens = tells_tokens
+        self._clock = clock
+        self._reserving = Lane("reserve", waiting_max=SEALING_MAX)
+        self._sealing = Lane("seal", waiting_max=SEALING_MAX)
+        self._step: list[_Saving] = []
+        self._lock = threading.Lock()
+        self._unsaved: dict[str, int] = {}
+
+    def prepare(self) -> None:
+        """Connect, so that the first save need not wait for it."""
+        self._reserving.post(self._connect)
+
+    def begin(self, saves: Sequence[Save]) -> None:
+        """A step begins: reserve memory for what it will make whole."""
+        self.abandon()
+        for save in saves:
+            saving = _Saving(save)
+            if not self._daemon.usable:
+                self._missed(saving, UNAVAILABLE)
+            elif self._reserving.post(partial(self._reserve, saving)):
+                self._step.append(saving)
+            else:
+                self._missed(saving, BUSY)
+
+    def layer(self, copies: Copies, layer: int, part: int | None) -> None:
+        """The step has computed layer number `layer`: copy it now, for who follows the blobs.
+
+        `part` is its number among those that this rank writes. Layers come in order; what
+        memory came too late for is copied at the end.
+        """
+        for saving in self._step:
+            writer = saving.writer
+            if layer < saving.layers:
+                saving.layers = -1  # it was computed in portions: none of them was the whole
+            if writer is None or saving.layers != layer:
+                continue
+            saving.layers += 1
+            if part is None:
+                continue
+            try:
+                self._copy(saving, writer, copies, layer)
+            except Exception:  # the end of the step tries again, and says what it was
+                saving.layers = -1
+                continue
+            self._sealing.post(partial(self._seal_layer, saving, writer, part))
+
+    def finish(self, copies: Copies) -> None:
+        """The step has run: copy its blobs, and have them sealed."""
+        step, self._step = self._step, []
+        deadline_s = self._clock() + PATIENCE_S
+        for saving in step:
+            saving.computed_s = self._clock()
+            writer = saving.take(max(0.0, deadline_s - saving.computed_s))
+            if writer is None:
+                self._missed(saving, saving.reason or LATE)
+                continue
+            try:
+                if saving.layers != copies.layers:
+                    self._copy(saving, writer, copies)
+            except Exception as error:  # whatever it is: nothing is saved, and the engine goes on
+                writer.abort()
+                self._broken(saving, error)
+                continue
+            if not self._sealing.post(partial(self._seal, saving, writer, copies.written_bytes)):
+                writer.abort()
+                self._missed(saving, BUSY)
+
+    def abandon(self) -> None:
+        """The step that began will not be finished."""
+        step, self._step = self._step, []
+        for saving in step:
+            writer = saving.take(0.0)
+            if writer is not None:
+                writer.abort()
+
+    def take_unsaved(self) -> dict[str, int]:
+        """Requests of which blobs were not saved since the last call: the first such blob."""
+        with self._lock:
+            unsaved, self._unsaved = self._unsaved, {}
+        return unsaved
+
+    def close(self, timeout_s: float) -> None:
+        """Seal what was copied, and take no more."""
+        self.abandon()
+        self._reserving.stop()
+        deadline_s = self._clock() + timeout_s
+        self._sealing.close(timeout_s)
+        self._reserving.close(max(0.0, deadline_s - self._clock()))
+
+    def _copy(
+        self, saving: _Saving, writer: Writer, copies: Copies, layer: int | None = None
+    ) -> None:
+        for number, reason in enumerate(writer.reasons):
+            if not reason:  # else it is held, or refused
+                blocks = blocks_of(self._place, saving.save.blocks, number)
+                saving.finishes.append(copies.out(blocks, writer[number], layer))
+
+    # On the threads.
+
+    def _connect(self) -> None:
+        self._daemon.reach()
+
+    def _reserve(self, saving: _Saving) -> None:
+        saving.put(*self._faults.guarded((None, FAILED), self._reserved, saving))
+
+    def _reserved(self, saving: _Saving) -> tuple[Writer | None, str]:
+        """A writer, or why there is none."""
+        client = None if saving.given_up else self._daemon.reach()
+        if client is None:
+            return None, LATE if saving.given_up else UNAVAILABLE
+        save = saving.save
+        writer = client.put(
+            self._place.bound_of(save.namespace),
+            Keys(save.keys, save.key_bytes),
+            parent=save.parent or None,
+            retention=save.retention,
+            hint=Hint.from_dict(save.hint),
+            group=self._place.writer_group,
+            timeout_s=min(RESERVE_S, self._timeout_s),
+        )
+        refused = _refusal(writer)
+        if refused and "" not in writer.reasons:
+            self._daemon.note(refused)
+            writer.abort()
+            return None, refused
+        for number, reason in enumerate(writer.reasons):
+            if not reason:
+                writer[number]  # maps the arena if need be: not in the engine's time
+        return writer, ""
+
+    def _seal_layer(self, saving: _Saving, writer: Writer, part: int) -> None:
+        saving.bring()
+        with contextlib.suppress(BlobStoreError):  # it was aborted: nobody follows it any more
+            for number, reason in enumerate(writer.reasons):
+                if not reason:
+                    writer.seal_parts(number, [part])
+
+    def _seal(self, saving: _Saving, writer: Writer, blob_bytes: int) -> None:
+        try:
+            saving.bring()
+            writer.seal(timeout_s=self._timeout_s)
+        except Exception as error:  # a durable blob that was refused, or a fault of ours
+            writer.abort()
+            self._broken(saving, error)
+            return
+        reason = _refusal(writer)
+        self._daemon.note(reason)
+        if reason:
+            self._missed(saving, reason)
+        else:
+            self._faults.note("saves", "")
+        stored = sum(result in ("stored", "partial") for result in writer.results)
+        if stored:
+            tokens = stored * self._place.blob_tokens if self._tells_tokens else 0
+            seconds = self._clock() - saving.computed_s
+            self._recorder.saved(tokens, stored * blob_bytes, seconds)
+        if saving.save.ttl_s:
+            self._pin(saving.save)
+
+    def _pin(self, save: Save) -> None:
+        client = self._daemon.reach()
+        if client is not None:
+            ns, keys = self._place.bound_of(save.namespace), Keys(save.keys, save.key_bytes)
+            client.pin(ns, keys, save.ttl_s, timeout_s=self._timeout_s)
+
+    def _broken(self, saving: _Saving, error: Exception) -> None:
+        self._faults.note("saves", f"{type(error).__name__}: {error}")
+        self._missed(saving, FAILED)
+
+    def _missed(self, saving: _Saving, reason: str) -> None:
+        """Blobs were not saved. Of an orphan's ancestors it is not known which are left."""
+        save = saving.save
+        if reason not in _PASSING:
+            self._faults.note("saves", reason)
+        if self._tells_tokens:
+            self._recorder.unsaved(reason, len(save.keys) // save.key_bytes)
+        first = 0 if reason == ORPHAN else save.first
+        with self._lock:
+            known = self._unsaved.get(save.request_id, first)
+            self._unsaved[save.request_id] = min(known, first)
+
+
+class _Saving:
+    """A save under way, handed from the thread that reserves to the engine's."""
+
+    def __init__(self, save: Save) -> None:
+        self.save = save
+        self.computed_s = 0.0
+        """When its forward had run."""
+        self.reason = ""
+        self.given_up = False
+        """Nobody will take a writer any more."""
+        self.writer: Writer | None = None
+        self.layers = 0
+        """How many leading layers were copied one by one; -1: none is any more."""
+        self.finishes: deque[Finish] = deque()
+        """What is still to be brought to the arena."""
+        self._ready = threading.Event()
+        self._lock = threading.Lock()
+
+    def put(self, writer: Writer | None, reason: str) -> None:
+        """The reservation has an outcome."""
+        with self._lock:
+            self.reason = reason
+            if not self.given_up:
+                self.writer = writer
+                writer = None
+        self._ready.set()
+        if writer is not None:
+            writer.abort()
+
+    def take(self, wait_s: float) -> Writer | None:
+        """The writer, if there is one within `wait_s`; none is taken later."""
+        self._ready.wait(wait_s)
+        with self._lock:
+            self.given_up = True
+            writer, self.writer = self.writer, None
+        return writer
+
+    def bring(self) -> None:
+        """Bring what was gathered to the arena; on a thread."""
+        while self.finishes:
+            self.finishes.popleft()()
+
+
+def _refusal(writer: Writer) -> str:
+    """Why the first blob that was refused was; "" if none was."""
+    outcomes = zip(writer.results, writer.reasons, strict=True)
+    return next((why for result, why in outcomes if result == "refused"), "")

@@ -1,0 +1,93 @@
+"""The connector's half in a worker of the engine: moves the bytes that the scheduler names.
+
+Nothing here raises, or blocks for longer than a moment.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from blobstore.clients.vllm.copies import Copies, copies_for
+from blobstore.clients.vllm.daemon import Daemon
+from blobstore.clients.vllm.faults import Faults
+from blobstore.clients.vllm.identity import Identity
+from blobstore.clients.vllm.libraries import Tensor
+from blobstore.clients.vllm.loads import Loads
+from blobstore.clients.vllm.metadata import Outcomes, StepPlan
+from blobstore.clients.vllm.options import Options
+from blobstore.clients.vllm.pages import Pages
+from blobstore.clients.vllm.recorder import Recorder
+from blobstore.clients.vllm.saves import Saves
+
+IDLE_S = 0.005
+"""How long a step that computes nothing waits for a load: else the engine would spin meanwhile."""
+
+
+class WorkerSide:
+    """Loads and saves of one rank; called by the engine's thread, step by step."""
+
+    def __init__(
+        self,
+        identity: Identity,
+        daemon: Daemon,
+        options: Options,
+        recorder: Recorder,
+        faults: Faults,
+    ) -> None:
+        self._identity = identity
+        self._faults = faults
+        leads = identity.shard is None or identity.shard.tp_rank == 0
+        told = (identity, daemon, recorder, faults, options.timeout_s)
+        self._loads = Loads(*told, tells_tokens=leads)
+        self._saves = Saves(*told, tells_tokens=leads)
+        self._copies: Copies | None = None
+        self._numbers: dict[str, tuple[int, int | None]] = {}
+        """Of each layer, its number, and its part's among those that this rank writes."""
+        self._loaded: dict[str, int] = {}
+        self._idle = False
+
+    def register(self, kv_cache_config: Any, kv_caches: Mapping[str, Tensor]) -> None:
+        """These are the engine's cache tensors. InvalidRequest if they are not understood."""
+        pages = Pages(self._identity, kv_cache_config, kv_caches)
+        for name in kv_caches:
+            at = pages.index(name)
+            if at is not None:
+                part = sum(pages.written[:at]) if pages.written[at] else None
+                self._numbers[name] = at, part
+        self._copies = copies_for(pages)
+        self._saves.prepare()
+
+    def begin(self, plan: StepPlan) -> None:
+        """A step begins: what it loads may start now, beside the forward."""
+        self._idle = plan.idle
+        self._loads.start(plan.loads, self._copies)
+        self._faults.guarded(None, self._saves.begin, plan.saves)
+
+    def layer(self, layer_name: str) -> None:
+        """The step's forward has computed a layer."""
+        if self._copies is not None and layer_name in self._numbers:
+            layer, part = self._numbers[layer_name]
+            self._faults.guarded(None, self._saves.layer, self._copies, layer, part)
+
+    def finish(self) -> None:
+        """The step's forward has been run, or launched on the current stream."""
+        if self._copies is not None:
+            self._faults.guarded(None, self._saves.finish, self._copies)
+
+    def take_finished(self) -> tuple[set[str], set[str]]:
+        """Requests whose loads have ended since the last call, and those of them that failed."""
+        ended = self._loads.take(IDLE_S if self._idle else 0.0)
+        failed = {load.request_id: load.blobs for load in ended if not load.whole}
+        self._loaded.update(failed)
+        return {load.request_id for load in ended}, set(failed)
+
+    def take_outcomes(self) -> Outcomes | None:
+        """What the scheduler's half should know of; None if all went well."""
+        loaded, self._loaded = self._loaded, {}
+        return Outcomes(loaded, self._saves.take_unsaved()) or None
+
+    def close(self, timeout_s: float) -> None:
+        """Seal what was copied, within `timeout_s`."""
+        self._saves.close(timeout_s)
+        self._loads.close(timeout_s)

@@ -1,0 +1,228 @@
+"""Questions of the scheduler: answered by a thread, bounded in time, asked again while cold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from blobstore.clients.hit import Hit
+from blobstore.clients.vllm.faults import Faults
+from blobstore.clients.vllm.lookups import FRESH_S, POLL_S, Lookup, Lookups
+from blobstore.clients.vllm.options import Options
+from blobstore.hint import Hint
+from tests.support.polling import poll_until
+from tests.support.vllm_fakes import FakeClient, FakeDaemon, FakeIdentity, FakeLora, block_hashes
+
+TOKENS = list(range(40))
+HASHES = block_hashes(TOKENS)
+
+
+class Bench:
+    """Lookups over a client of the test's choice, with a clock that it turns."""
+
+    def __init__(self, identity: FakeIdentity | None = None) -> None:
+        self.now_s = 100.0
+        self.client = FakeClient(Hit(3, 24, warm=3))
+        self.daemon = FakeDaemon(self.client)
+        self.identity = identity or FakeIdentity()
+        daemon: Any = self.daemon
+        self.lookups = Lookups(
+            self.identity, daemon, Options(lookup_timeout_s=0.1), Faults(), clock=lambda: self.now_s
+        )
+
+    def begin(self, lora: Any = None) -> Lookup:
+        return self.lookups.begin(lora, HASHES, Hint(session="s", turn=1))
+
+    def settled(self, lookup: Lookup) -> bool:
+        self.lookups.next_step()
+        return self.lookups.settled(lookup, HASHES)
+
+    def answered(self, lookup: Lookup) -> None:
+        poll_until(lookup.done.is_set)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    made = Bench()
+    yield made
+    made.client.answers.set()
+    made.lookups.close(5.0)
+
+
+def test_an_answer_says_how_much_is_held(bench: Bench) -> None:
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert lookup.hit.blobs == 3
+    assert len(lookup.keys) == 5
+    assert bench.client.hints == [{"session": "s", "turn": 1}]
+
+
+def test_the_namespace_is_declared_before_the_first_request(bench: Bench) -> None:
+    poll_until(lambda: bench.client.declared == [bench.identity.bound().namespace])
+
+
+def test_a_daemon_that_is_slow_is_asked_again_and_then_given_up(bench: Bench) -> None:
+    bench.client.answers.clear()
+    lookup = bench.begin()
+    assert not bench.settled(lookup)
+    bench.now_s += 0.05
+    assert not bench.settled(lookup)
+    bench.now_s += 0.06
+    assert bench.settled(lookup)
+    assert (lookup.hit.blobs, lookup.hit.reason) == (0, "deadline")
+
+
+def test_a_late_answer_is_taken_by_who_asks_again(bench: Bench) -> None:
+    bench.client.answers.clear()
+    lookup = bench.begin()
+    assert bench.client.asked.wait(10.0)
+    bench.now_s += 0.2
+    assert bench.settled(lookup)
+    bench.client.answers.set()
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert lookup.hit.blobs == 3
+
+
+def test_what_waited_too_long_behind_others_is_not_asked_at_all(bench: Bench) -> None:
+    bench.client.answers.clear()
+    first, second = bench.begin(), bench.begin()
+    assert bench.client.asked.wait(10.0)
+    bench.now_s += 0.2
+    bench.client.answers.set()
+    bench.answered(second)
+    bench.answered(first)
+    assert second.hit.reason == "deadline"
+    assert len(bench.client.hints) == 1
+    assert second.ns is not None  # what it computes can be saved nevertheless
+
+
+def test_one_step_waits_a_moment_for_all_of_its_requests(bench: Bench) -> None:
+    bench.client.answers.clear()
+    lookups = [bench.begin() for _ in range(3)]
+    clock = iter(100.0 + 0.001 * n for n in range(1000))
+    bench.lookups._clock = lambda: next(clock)
+    bench.lookups.next_step()
+    for lookup in lookups:
+        bench.lookups.settled(lookup, HASHES)
+    assert bench.lookups._patience_s <= 0
+
+
+def test_without_a_daemon_nothing_is_asked(bench: Bench) -> None:
+    bench.daemon.usable = False
+    lookup = bench.begin()
+    assert bench.settled(lookup)
+    assert lookup.hit.reason == "unavailable"
+    assert bench.client.hints == []
+
+
+def test_a_daemon_that_cannot_be_reached_is_a_miss(bench: Bench) -> None:
+    bench.daemon.client = None
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert lookup.hit.reason == "unavailable"
+
+
+def test_what_is_on_ssd_is_brought_up_and_waited_for(bench: Bench) -> None:
+    bench.client.hit = Hit(3, 24, warm=1, eta_s=0.5)
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert not bench.settled(lookup)
+    assert bench.client.prefetched == [3]
+    bench.client.hit = Hit(3, 24, warm=3)
+    bench.now_s += 2 * POLL_S
+    bench.settled(lookup)
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert lookup.hit.warm == 3
+    assert bench.client.prefetched == [3]
+
+
+def test_what_does_not_come_up_in_time_is_loaded_from_where_it_is(bench: Bench) -> None:
+    bench.client.hit = Hit(3, 24, warm=1, eta_s=0.5)
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert not bench.settled(lookup)
+    bench.now_s += 1.01
+    bench.settled(lookup)
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert lookup.hit.warm == 1
+
+
+def test_an_old_answer_is_asked_for_again(bench: Bench) -> None:
+    lookup = bench.begin()
+    bench.answered(lookup)
+    bench.client.hit = Hit(1, 8, warm=1)
+    bench.now_s += FRESH_S / 2
+    assert bench.settled(lookup)
+    assert lookup.hit.blobs == 3
+    bench.now_s += FRESH_S
+    bench.settled(lookup)
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert lookup.hit.blobs == 1
+
+
+def test_a_doubted_answer_is_asked_for_again(bench: Bench) -> None:
+    lookup = bench.begin()
+    bench.answered(lookup)
+    lookup.doubt()
+    bench.client.hit = Hit(0, 0)
+    bench.settled(lookup)
+    bench.answered(lookup)
+    assert lookup.hit.blobs == 0
+
+
+def test_adapters_have_namespaces_of_their_own(bench: Bench) -> None:
+    plain, adapted = bench.begin(), bench.begin(FakeLora("a"))
+    bench.answered(plain)
+    bench.answered(adapted)
+    assert plain.ns is not None
+    assert adapted.ns is not None
+    assert plain.ns.id != adapted.ns.id
+
+
+def test_an_adapter_without_a_name_is_a_miss(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench.identity.unnamed.add("a")
+    lookup = bench.begin(FakeLora("a"))
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert (lookup.hit.reason, lookup.ns) == ("unnamed", None)
+    assert "a cannot be named" in caplog.text
+
+
+def test_other_hashes_than_declared_are_never_used(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench(FakeIdentity(hashes_are_wrong=True))
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert lookup.ns is None
+    assert bench.client.hints == []
+    assert "begin otherwise" in caplog.text
+    bench.lookups.close(5.0)
+
+
+def test_starting_anew_leaves_what_was_stored_before(bench: Bench) -> None:
+    before = bench.begin()
+    bench.answered(before)
+    bench.lookups.start_anew()
+    after, later = bench.begin(), bench.begin()
+    bench.answered(later)
+    assert before.ns is not None
+    assert after.ns is not None
+    assert later.ns is not None
+    assert before.ns.id != after.ns.id == later.ns.id
+
+
+def test_why_the_model_stopped_is_told(bench: Bench) -> None:
+    lookup = bench.begin()
+    bench.answered(lookup)
+    bench.lookups.tell(lookup, HASHES, "stop")
+    poll_until(lambda: len(bench.client.hints) == 2)
+    assert bench.client.hints[1] == {"session": "s", "turn": 1, "finish": "stop"}

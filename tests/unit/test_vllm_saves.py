@@ -1,0 +1,274 @@
+"""Saves of a worker: copied before the step ends, sealed behind it, and never in its way."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from blobstore.clients import Client, KVLayout, LayerGroup
+from blobstore.clients.vllm.faults import Faults
+from blobstore.clients.vllm.metadata import Save
+from blobstore.clients.vllm.recorder import SAVED, SAVED_BYTES, UNSAVED, Data, Recorder
+from blobstore.clients.vllm.saves import Saves
+from tests.support.polling import poll_until
+from tests.support.served_store import served_store
+from tests.support.vllm_fakes import (
+    BLOB_BYTES,
+    TOKEN_BYTES,
+    FakeCopies,
+    FakeDaemon,
+    FakeIdentity,
+    block_hashes,
+    content,
+)
+
+TOKENS = list(range(32))
+BLOBS = 4
+
+
+class Bench:
+    """A worker's saves over a client, or none; the engine's memory holds TOKENS in blocks 1…8."""
+
+    def __init__(self, client: Client | None) -> None:
+        self.identity = FakeIdentity()
+        self.ns = self.identity.bound()
+        self.keys = self.identity.keys(block_hashes(TOKENS))
+        self.copies = FakeCopies()
+        self.copies.blocks = {block + 1: content(TOKENS, block) for block in range(8)}
+        self.client = client
+        self.daemon = FakeDaemon(client)
+        self.recorder = Recorder()
+        daemon: Any = self.daemon
+        self.saves = Saves(self.identity, daemon, self.recorder, Faults(), timeout_s=5.0)
+
+    def save(self, first: int = 0, end: int = BLOBS, **fields: Any) -> Save:
+        told: dict[str, Any] = {"retention": "standard", "ttl_s": 0.0, "hint": {}} | fields
+        return Save(
+            "r", self.ns.namespace.encode(), self.keys[first:end].packed, 32,
+            self.keys[first - 1] if first else b"", first,
+            [list(range(1 + 2 * first, 1 + 2 * end))], **told,
+        )  # fmt: skip
+
+    def step(self, *saves: Save) -> None:
+        """A step whose forward lasts until all memory is there."""
+        self.saves.begin(saves)
+        for saving in self.saves._step:
+            assert saving._ready.wait(10.0)
+        copies: Any = self.copies
+        self.saves.finish(copies)
+
+    def drain(self) -> Data:
+        self.saves.close(10.0)
+        return self.recorder.take() or {}
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    with served_store(tmp_path / "b.sock") as served, Client(served.address) as client:
+        made = Bench(client)
+        yield made
+        made.saves.close(5.0)
+
+
+def test_blobs_are_stored_as_their_tokens_dictate(bench: Bench) -> None:
+    bench.step(bench.save(0, 2), bench.save(2, 4))
+    data = bench.drain()
+    assert bench.client is not None
+    with bench.client.get(bench.ns, bench.keys) as lease:
+        payloads = [bytes(view) for view in lease]
+    assert payloads == [
+        content(TOKENS, 2 * blob) + content(TOKENS, 2 * blob + 1) for blob in range(BLOBS)
+    ]
+    assert (data[SAVED], data[SAVED_BYTES]) == ({"": 32}, {"": BLOBS * BLOB_BYTES})
+    assert bench.saves.take_unsaved() == {}
+
+
+def test_what_a_later_step_writes_to_the_blocks_is_not_saved(bench: Bench) -> None:
+    bench.step(bench.save())
+    bench.copies.blocks = dict.fromkeys(bench.copies.blocks, bytes(BLOB_BYTES // 2))
+    bench.drain()
+    assert bench.client is not None
+    with bench.client.get(bench.ns, bench.keys) as lease:
+        assert bytes(lease[0]) == content(TOKENS, 0) + content(TOKENS, 1)
+
+
+def test_a_chain_goes_on_while_its_head_is_being_sealed(bench: Bench) -> None:
+    for blob in range(BLOBS):
+        bench.step(bench.save(blob, blob + 1))
+    bench.drain()
+    assert bench.client is not None
+    assert bench.client.match(bench.ns, bench.keys).blobs == BLOBS
+
+
+def test_held_blobs_are_neither_copied_nor_missed(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.step(bench.save())
+    poll_until(lambda: bench.client is not None and bench.client.match(bench.ns, bench.keys).blobs)
+    bench.recorder.take()
+    bench.copies.fails = True
+    put, writers = Client.put, []
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        writers.append(put(*args, **kwargs))
+        return writers[-1]
+
+    monkeypatch.setattr(Client, "put", noted)
+    bench.step(bench.save())
+    assert bench.drain() == {}
+    assert bench.saves.take_unsaved() == {}
+    (writer,) = writers
+    assert writer.results == ["exists"] * BLOBS
+
+
+def test_an_orphan_is_told_to_begin_again_at_the_root(bench: Bench) -> None:
+    bench.step(bench.save(2, 4))
+    assert bench.drain()[UNSAVED] == {"orphan": 2}
+    assert bench.saves.take_unsaved() == {"r": 0}
+    assert bench.saves.take_unsaved() == {}
+
+
+def test_without_a_daemon_nothing_is_tried() -> None:
+    bench = Bench(None)
+    bench.daemon.usable = False
+    bench.step(bench.save(1))
+    assert bench.drain()[UNSAVED] == {"unavailable": 3}
+    assert bench.saves.take_unsaved() == {"r": 1}
+
+
+def test_a_daemon_that_went_is_a_miss() -> None:
+    bench = Bench(None)
+    bench.step(bench.save())
+    assert bench.drain()[UNSAVED] == {"unavailable": 4}
+
+
+def test_memory_that_comes_too_late_is_given_back(bench: Bench) -> None:
+    """The step does not wait for it, and nothing half written is left."""
+    reach, slow = bench.daemon.reach, threading.Event()
+
+    def slowly() -> Any:
+        assert slow.wait(10.0)
+        return reach()
+
+    bench.daemon.reach = slowly  # type: ignore[method-assign]
+    bench.saves.begin([bench.save()])
+    copies: Any = bench.copies
+    bench.saves.finish(copies)
+    slow.set()
+    assert bench.drain()[UNSAVED] == {"late": 4}
+    assert bench.client is not None
+    assert bench.client.match(bench.ns, bench.keys).blobs == 0
+    assert bench.saves.take_unsaved() == {"r": 0}
+
+
+def test_a_copy_that_fails_stores_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.copies.fails = True
+    bench.step(bench.save())
+    assert bench.drain()[UNSAVED] == {"failed": 4}
+    assert bench.client is not None
+    assert bench.client.match(bench.ns, bench.keys).blobs == 0
+    assert "the device is gone" in caplog.text
+
+
+def test_a_step_that_is_never_finished_stores_nothing(bench: Bench) -> None:
+    bench.saves.begin([bench.save()])
+    bench.saves.begin([])
+    bench.drain()
+    assert bench.client is not None
+    assert bench.client.match(bench.ns, bench.keys).blobs == 0
+
+
+def test_more_than_the_daemon_lends_is_a_miss(bench: Bench) -> None:
+    big = bench.identity
+    big.blob_bytes = 12 << 20
+    bench.ns = big.bound()
+    bench.step(bench.save())
+    assert set(bench.drain()[UNSAVED]) <= {"too_large", "no_room"}
+
+
+def test_blobs_are_kept_for_as_long_as_asked(bench: Bench) -> None:
+    bench.step(bench.save(ttl_s=60.0))
+    bench.drain()
+    assert bench.client is not None
+    (facts, *_) = bench.client.explain(bench.ns, bench.keys)
+    assert facts["client_pin_s"] > 0
+
+
+def test_durable_blobs_are_on_ssd_when_they_are_sealed(bench: Bench) -> None:
+    bench.step(bench.save(retention="durable"))
+    bench.drain()
+    assert bench.client is not None
+    assert all("ssd" in fact["tiers"] for fact in bench.client.stat(bench.ns, bench.keys))
+
+
+def layered(client: Client, layers: int) -> Bench:
+    """A bench whose blobs have as many layers, in parts of their own."""
+    bench = Bench(client)
+    width = TOKEN_BYTES // layers
+    group = LayerGroup.latent(layers=layers, width=width, dtype="uint8")
+    bench.identity.layout = KVLayout((group,))
+    bench.ns = bench.identity.bound()
+    bench.copies.layers = layers
+    return bench
+
+
+def test_layer_by_layer_a_follower_has_what_is_computed(tmp_path: Path) -> None:
+    with served_store(tmp_path / "b.sock") as served, Client(served.address) as client:
+        bench = layered(client, 4)
+        whole = content(TOKENS, 0) + content(TOKENS, 1)
+        bench.saves.begin([bench.save(0, 1)])
+        assert bench.saves._step[0]._ready.wait(10.0)
+        used: Any = bench.copies
+        with client.get(bench.ns, bench.keys[:1], stream=True, wait=True) as lease:
+            for layer in range(3):
+                bench.saves.layer(used, layer, layer)
+                assert lease.wait(0, layer)
+                span = BLOB_BYTES // 4
+                assert lease.part(0, layer) == whole[layer * span : (layer + 1) * span]
+            bench.saves.layer(used, 3, 3)
+            bench.copies.blocks = {}  # all was copied: the end of the step reads no block again
+            bench.saves.finish(used)
+            assert lease.wait(0)
+        bench.saves.close(5.0)
+        with client.get(bench.ns, bench.keys[:1]) as lease:
+            assert bytes(lease[0]) == whole
+
+
+@pytest.mark.parametrize("seen", [[], [0, 1], [2, 3], [2, 3, 2, 3], [0, 1, 1, 3]])
+def test_layers_that_were_not_copied_in_order_are_copied_at_the_end(
+    tmp_path: Path, seen: list[int]
+) -> None:
+    """Memory may come when some are computed already, or a layer may not be told of."""
+    with served_store(tmp_path / "b.sock") as served, Client(served.address) as client:
+        bench = layered(client, 4)
+        used: Any = bench.copies
+        bench.saves.begin([bench.save(0, 1)])
+        assert bench.saves._step[0]._ready.wait(10.0)
+        for layer in seen:
+            bench.saves.layer(used, layer, layer)
+        bench.saves.finish(used)
+        bench.saves.close(5.0)
+        with client.get(bench.ns, bench.keys[:1]) as lease:
+            assert bytes(lease[0]) == content(TOKENS, 0) + content(TOKENS, 1)
+
+
+def test_a_layer_that_is_computed_in_portions_is_copied_at_the_end(tmp_path: Path) -> None:
+    with served_store(tmp_path / "b.sock") as served, Client(served.address) as client:
+        bench = layered(client, 4)
+        used, right = bench.copies, bench.copies.blocks
+        copies: Any = used
+        bench.saves.begin([bench.save(0, 1)])
+        assert bench.saves._step[0]._ready.wait(10.0)
+        used.blocks = {block: bytes(len(each)) for block, each in right.items()}
+        for layer in range(4):
+            bench.saves.layer(copies, layer, layer)
+        used.blocks = right
+        bench.saves.layer(copies, 0, 0)
+        bench.saves.finish(copies)
+        bench.saves.close(5.0)
+        with client.get(bench.ns, bench.keys[:1]) as lease:
+            assert bytes(lease[0]) == content(TOKENS, 0) + content(TOKENS, 1)

@@ -1,0 +1,63 @@
+"""Tokens are those of a run without a connector, whatever was restarted in between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from blobstore.clients import Client
+from tests.support.daemon import daemon
+from tests.vllm.answers import Answers, assert_right, cached, wait_restored, wait_saved
+from tests.vllm.engines import Engine, Nursery, connector
+from tests.vllm.prompts import BLOB, SHARED, Request, fifty, outgrowing
+
+SIZES = ("--dram", "256MiB", "--ssd", "1GiB")
+
+SMALL: dict[str, Any] = {
+    "block_size": 32,
+    "num_gpu_blocks_override": 4 * 61 + 2,
+    "max_num_batched_tokens": 192,
+}
+"""Room for the four that outgrow it, but not for all of their answers."""
+
+
+def test_fifty_requests_and_restarts_of_both(
+    tmp_path: Path, nursery: Nursery, expected: Answers
+) -> None:
+    """Branches, four at once, prompts in pieces, preemption; then restarts of either and both."""
+    requests = fifty()
+    with daemon(tmp_path, *SIZES) as run:
+        transfer = connector(run.address)
+        with nursery.engine(transfer, **SMALL) as engine:
+            assert_right(engine.run(requests, at_once=4), expected)
+            preempt(engine, expected)
+            assert engine.warnings == []
+        with nursery.engine(transfer, **SMALL) as engine:
+            assert_restored(engine, requests[:15], expected)
+            with Client(run.address) as kv:
+                wait_saved(kv)
+            run.kill()
+            with daemon(tmp_path, *SIZES) as run:
+                wait_restored(engine, requests[0], expected)
+                engine.forget()
+                assert_restored(engine, requests[:15], expected)
+    with daemon(tmp_path, *SIZES) as run, nursery.engine(transfer, **SMALL) as engine:
+        assert_restored(engine, requests, expected)
+        with Client(run.address) as kv:
+            assert kv.stats()["counters"]["loaded_blobs"] > 5 * (SHARED // BLOB)  # from SSD
+
+
+def assert_restored(engine: Engine, requests: Sequence[Request], expected: Answers) -> None:
+    """All are right, and nearly all that the store can know of comes from there."""
+    answers = engine.run(requests, at_once=4)
+    assert_right(answers, expected)
+    assert cached(answers) > 0.9 * sum(len(one.tokens) // BLOB * BLOB for one in requests)
+
+
+def preempt(engine: Engine, expected: Answers) -> None:
+    """Answers outgrow the KV space: some requests are preempted, and come back."""
+    before = engine.ask("metrics")["vllm:num_preemptions"]
+    for _ in range(2):  # what it had computed is not in the store, and then is
+        assert_right(engine.run(outgrowing(), at_once=4), expected)
+    assert engine.ask("metrics")["vllm:num_preemptions"] > before
