@@ -68,10 +68,11 @@ $(VENV)/.system: $(VENV)/.dev
 	@touch $@
 
 # They wait more than they compute: one worker more than there are cores, within reason. A file's
-# tests stay together, as they share daemons.
+# tests stay together, as they share daemons. Numeric libraries compute on one core each: their
+# threads wait for one another by spinning.
 WORKERS ?= $(shell n=$$(($$(nproc) + 1)); echo $$((n < 8 ? n : 8)))
 test: $(VENV)/.system
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # vLLM asks for other versions than ours of what both need, so it has an environment of its own,
 # every package of which is named: nothing is resolved, and no GPU's libraries come along.

@@ -31,6 +31,12 @@ class _Copies:
         self.written_bytes = sum(n for n, w in zip(sizes, pages.written, strict=True) if w)
         """Less where others hold the same."""
 
+    def move(self, aside: memoryview, payload: memoryview) -> None:
+        """From a payload that `out` has filled to another one: what this rank writes of it."""
+        for (start, end), written in zip(self._pages.spans, self._pages.written, strict=True):
+            if written:
+                payload[start:end] = aside[start:end]
+
 
 class HostCopies(_Copies):
     """For an engine that computes on the CPU."""

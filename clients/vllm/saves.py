@@ -2,7 +2,8 @@
 
 Memory is reserved on a thread while the engine computes. Once it has, the blobs are
 copied there before the step ends, so that no later step can change what is saved;
-a thread seals them. A daemon that is slow or gone costs a step no more than a moment.
+a thread seals them. What is computed before its memory is there is copied aside. A
+daemon that is slow or gone costs a step no more than a moment.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
+
+import numpy as np
 
 from blobstore.clients.sync import Writer
 from blobstore.clients.vllm.copies import Copies, Finish
@@ -34,6 +37,8 @@ RESERVE_S = 0.5
 """How long a reservation may wait for room: longer than that, few steps last."""
 SEALING_MAX = 64
 """Saves whose seals are under way; more are left out."""
+ASIDE_BYTES_MAX = 256 << 20
+"""Of blobs that were computed before their memory came."""
 
 LATE = "late"
 BUSY = "busy"
@@ -76,6 +81,7 @@ class Saves:
         self._step: list[_Saving] = []
         self._lock = threading.Lock()
         self._unsaved: dict[str, int] = {}
+        self._aside_bytes = 0
 
     def prepare(self) -> None:
         """Connect, so that the first save need not wait for it."""
@@ -121,7 +127,10 @@ class Saves:
         deadline_s = self._clock() + PATIENCE_S
         for saving in step:
             saving.computed_s = self._clock()
-            writer = saving.take(max(0.0, deadline_s - saving.computed_s))
+            ready = saving.wait(max(0.0, deadline_s - saving.computed_s))
+            if not ready and self._set_aside(saving, copies):
+                continue
+            writer = saving.take()
             if writer is None:
                 self._missed(saving, saving.reason or LATE)
                 continue
@@ -140,7 +149,7 @@ class Saves:
         """The step that began will not be finished."""
         step, self._step = self._step, []
         for saving in step:
-            writer = saving.take(0.0)
+            writer = saving.take()
             if writer is not None:
                 writer.abort()
 
@@ -165,6 +174,39 @@ class Saves:
             if not reason:  # else it is held, or refused
                 blocks = blocks_of(self._place, saving.save.blocks, number)
                 saving.finishes.append(copies.out(blocks, writer[number], layer))
+
+    def _set_aside(self, saving: _Saving, copies: Copies) -> bool:
+        """Copy what has no memory in the store yet to some of ours; whether that is seen to.
+
+        There may be no later step that could save the end of a request once more.
+        """
+        blobs = len(saving.save.keys) // saving.save.key_bytes
+        nbytes = blobs * self._place.blob_bytes
+        with self._lock:
+            if self._aside_bytes + nbytes > ASIDE_BYTES_MAX:
+                return False
+            self._aside_bytes += nbytes
+        try:
+            aside = []
+            for number in range(blobs):
+                aside.append(np.empty(self._place.blob_bytes, np.uint8).data)
+                blocks = blocks_of(self._place, saving.save.blocks, number)
+                saving.finishes.append(copies.out(blocks, aside[number]))
+        except Exception as error:  # whatever it is: nothing is saved, and the engine goes on
+            self._give_up(saving, nbytes)
+            self._broken(saving, error)
+            return True
+        if not self._sealing.post(partial(self._seal_aside, saving, aside, copies)):
+            self._give_up(saving, nbytes)
+            self._missed(saving, BUSY)
+        return True
+
+    def _give_up(self, saving: _Saving, aside_bytes: int) -> None:
+        writer = saving.take()
+        if writer is not None:
+            writer.abort()
+        with self._lock:
+            self._aside_bytes -= aside_bytes
 
     # On the threads.
 
@@ -228,6 +270,28 @@ class Saves:
         if saving.save.ttl_s:
             self._pin(saving.save)
 
+    def _seal_aside(self, saving: _Saving, aside: list[memoryview], copies: Copies) -> None:
+        """Seal blobs that were set aside, if their memory comes."""
+        saving.wait(RESERVE_S)
+        writer = saving.take()
+        try:
+            if writer is None:
+                self._missed(saving, saving.reason or LATE)
+                return
+            saving.bring()
+            for number, reason in enumerate(writer.reasons):
+                if not reason:
+                    copies.move(aside[number], writer[number])
+        except Exception as error:
+            if writer is not None:
+                writer.abort()
+            self._broken(saving, error)
+            return
+        finally:
+            with self._lock:
+                self._aside_bytes -= sum(each.nbytes for each in aside)
+        self._seal(saving, writer, copies.written_bytes)
+
     def _pin(self, save: Save) -> None:
         client = self._daemon.reach()
         if client is not None:
@@ -280,9 +344,12 @@ class _Saving:
         if writer is not None:
             writer.abort()
 
-    def take(self, wait_s: float) -> Writer | None:
-        """The writer, if there is one within `wait_s`; none is taken later."""
-        self._ready.wait(wait_s)
+    def wait(self, wait_s: float) -> bool:
+        """Whether the reservation has an outcome, within `wait_s`."""
+        return self._ready.wait(wait_s)
+
+    def take(self) -> Writer | None:
+        """The writer, if there is one; none is taken later."""
         with self._lock:
             self.given_up = True
             writer, self.writer = self.writer, None

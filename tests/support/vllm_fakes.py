@@ -156,6 +156,9 @@ class FakeCopies:
 
         return finish
 
+    def move(self, aside: memoryview, payload: memoryview) -> None:
+        payload[:] = aside
+
     def into(
         self, blocks: Sequence[Sequence[int]], payload: memoryview, skip: int, fence: Any
     ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from blobstore.clients import Client, KVLayout, LayerGroup
+from blobstore.clients.vllm import saves
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.metadata import Save
 from blobstore.clients.vllm.recorder import SAVED, SAVED_BYTES, UNSAVED, Data, Recorder
@@ -146,8 +147,8 @@ def test_a_daemon_that_went_is_a_miss() -> None:
     assert bench.drain()[UNSAVED] == {"unavailable": 4}
 
 
-def test_memory_that_comes_too_late_is_given_back(bench: Bench) -> None:
-    """The step does not wait for it, and nothing half written is left."""
+def slow_memory(bench: Bench) -> threading.Event:
+    """Reservations wait until the event is set."""
     reach, slow = bench.daemon.reach, threading.Event()
 
     def slowly() -> Any:
@@ -155,14 +156,54 @@ def test_memory_that_comes_too_late_is_given_back(bench: Bench) -> None:
         return reach()
 
     bench.daemon.reach = slowly  # type: ignore[method-assign]
+    return slow
+
+
+def test_what_is_computed_before_its_memory_is_there_is_stored_as_it_was(bench: Bench) -> None:
+    slow = slow_memory(bench)
     bench.saves.begin([bench.save()])
     copies: Any = bench.copies
     bench.saves.finish(copies)
+    bench.copies.blocks = dict.fromkeys(bench.copies.blocks, bytes(BLOB_BYTES // 2))
+    slow.set()
+    assert bench.client is not None
+    client = bench.client
+    poll_until(lambda: client.match(bench.ns, bench.keys).blobs == BLOBS, 10.0, "all is stored")
+    with client.get(bench.ns, bench.keys) as lease:
+        assert bytes(lease[0]) == content(TOKENS, 0) + content(TOKENS, 1)
+        assert bytes(lease[3]) == content(TOKENS, 6) + content(TOKENS, 7)
+    assert bench.drain()[SAVED] == {"": 32}
+    assert bench.saves._aside_bytes == 0
+
+
+@pytest.mark.parametrize(("name", "value"), [("RESERVE_S", 0.0), ("ASIDE_BYTES_MAX", 1)])
+def test_memory_that_comes_too_late_is_given_back(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, name: str, value: float
+) -> None:
+    """The step does not wait for it, and nothing half written is left."""
+    monkeypatch.setattr(saves, name, value)
+    slow = slow_memory(bench)
+    bench.saves.begin([bench.save()])
+    copies: Any = bench.copies
+    bench.saves.finish(copies)
+    poll_until(lambda: bench.saves._unsaved, 10.0, "it is given up")
     slow.set()
     assert bench.drain()[UNSAVED] == {"late": 4}
     assert bench.client is not None
     assert bench.client.match(bench.ns, bench.keys).blobs == 0
     assert bench.saves.take_unsaved() == {"r": 0}
+    assert bench.saves._aside_bytes == 0
+
+
+def test_what_cannot_be_copied_aside_is_not_stored(bench: Bench) -> None:
+    slow = slow_memory(bench)
+    bench.copies.fails = True
+    bench.saves.begin([bench.save()])
+    copies: Any = bench.copies
+    bench.saves.finish(copies)
+    slow.set()
+    assert bench.drain()[UNSAVED] == {"failed": 4}
+    assert bench.saves._aside_bytes == 0
 
 
 def test_a_copy_that_fails_stores_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
