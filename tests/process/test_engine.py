@@ -24,7 +24,7 @@ from tests.support.engine_scripts import drawn
 from tests.support.program import ROOT
 
 CONVERSATIONS = 20
-AT_ONCE = 10
+AT_ONCE = 5
 """With one daemon."""
 TOKENS_MAX = 90
 LAYERS = 2
@@ -41,7 +41,10 @@ def disk() -> Iterator[Path]:
 
 
 @pytest.mark.timeout(900)  # on two busy cores; less than a minute on idle ones
-@pytest.mark.parametrize("first", range(0, CONVERSATIONS, AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(AT_ONCE, CONVERSATIONS, AT_ONCE))],
+)
 def test_every_way_gives_the_tokens_and_bytes_of_the_cold_run(disk: Path, first: int) -> None:
     ways: Counter[str] = Counter()
     with ExitStack() as stack:

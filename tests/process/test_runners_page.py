@@ -115,7 +115,8 @@ def test_a_runner_elsewhere(reader: Reader) -> None:
             assert [bytes(blob) for blob in lease] == before
 
 
-@pytest.mark.timeout(900)  # on two busy cores; two minutes on idle ones
+@pytest.mark.soak  # two minutes of two idle cores: the model is loaded three times
+@pytest.mark.timeout(900)
 def test_a_dropped_prompt_comes_back_from_its_tokens(reader: Reader) -> None:
     question = "What did the keeper light?"
     answer, figures = reader.run("ask.py", question).splitlines()
