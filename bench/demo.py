@@ -120,10 +120,11 @@ class _Asked:
 class Demo:
     """The steps, in order, against one daemon."""
 
-    def __init__(self, daemon: OwnDaemon, file: ModelFile, say: Say) -> None:
+    def __init__(self, daemon: OwnDaemon, file: ModelFile, say: Say, layers: int = 0) -> None:
         self._daemon = daemon
         self._namespace = namespace(file.sizes, file.digest)
         self._say = say
+        self._layers = layers
         self._chat = Chat(file)
         document = (resources.files("blobstore.bench") / "demo_document.txt").read_text("utf-8")
         self._opening: list[tuple[str, str | list[int]]] = [("system", INSTRUCTION + document)]
@@ -174,7 +175,7 @@ class Demo:
     @contextmanager
     def _engine(self, what: str) -> Iterator[EngineProcess]:
         self._say(what)
-        with EngineProcess(self._daemon.address) as engine:
+        with EngineProcess(self._daemon.address, layers=self._layers) as engine:
             yield engine
 
     def _warm(self, name: str, ids: list[int], served_from: Origin) -> Turn:
@@ -206,7 +207,8 @@ class Demo:
     def _only_text(self, ids: list[int]) -> Iterator[None]:
         """Drop the conversation's payloads, while another process can compute them again."""
         self._say("a model runner registers, and all payloads are dropped: only their text is left")
-        with RebuilderProcess(self._daemon.address), self._daemon.client() as kv:
+        rebuilder = RebuilderProcess(self._daemon.address, layers=self._layers)
+        with rebuilder, self._daemon.client() as kv:
             ns = kv.namespace(self._namespace)
             keys = ns.keys(ids)
             kv.drop(ns, keys)
@@ -234,18 +236,20 @@ class Demo:
         )
 
 
-def run_demo(directory: Path, say: Say) -> Outcome:
+def run_demo(directory: Path, say: Say, *, layers: int = 0) -> Outcome:
     """Run the demo with a daemon in a temporary directory under `directory`.
+
+    With `layers` only the model's first ones compute: it is quick then, and talks nonsense.
 
     Raises SetupError if the model is not installed, before anything is
     started; DemoFailed if a step does not hold. Nothing is left behind.
     """
-    file = ModelFile()
+    file = ModelFile(layers=layers)
     Chat(file)
     dram, ssd = format_size(DRAM_BYTES), format_size(SSD_BYTES)
     say(f"{MODEL}; a daemon with {dram} of DRAM and {ssd} on disk")
     with OwnDaemon(directory, dram_bytes=DRAM_BYTES, ssd_bytes=SSD_BYTES) as daemon:
-        return Demo(daemon, file, say).run()
+        return Demo(daemon, file, say, layers).run()
 
 
 def _hits(kv: Client) -> dict[str, int]:

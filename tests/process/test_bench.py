@@ -59,9 +59,10 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(name: str, disk: Path) ->
     assert list(disk.iterdir()) == []
 
 
-@pytest.mark.timeout(600)  # on two busy cores; less than a minute on idle ones
-def test_the_demo_holds(disk: Path) -> None:
-    outcome = json.loads(run_demo(disk, lambda line: None).to_json())
+@pytest.mark.timeout(600)  # on two busy cores
+@pytest.mark.parametrize("layers", [6, pytest.param(0, marks=pytest.mark.soak, id="all")])
+def test_the_demo_holds(disk: Path, layers: int) -> None:
+    outcome = json.loads(run_demo(disk, lambda line: None, layers=layers).to_json())
     steps = outcome["steps"]
     assert outcome["document_tokens"] >= DOCUMENT_TOKENS_MIN
     assert [step["served_from"] for step in steps] == ["dram", "ssd", "ssd", "dram", "rebuild"]

@@ -45,7 +45,7 @@ def chat(file: ModelFile) -> Chat:
     return Chat(file)
 
 
-@pytest.fixture(params=["fp32", "bf16"])
+@pytest.fixture(params=[pytest.param("fp32", marks=pytest.mark.soak), "bf16"])
 def model(request: pytest.FixtureRequest, loaded: Any) -> Iterator[Any]:
     if request.param == "fp32":
         yield loaded
