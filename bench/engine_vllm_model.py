@@ -66,7 +66,7 @@ def write_model(file: ModelFile, directory: Path) -> None:
     _write_json(directory / "config.json", _config(file))
     _write_json(directory / "tokenizer_config.json", _tokenizer_config(file))
     Chat(file).save(directory / "tokenizer.json")
-    _write_weights(directory / "model.safetensors", dict(_tensors(file)))
+    _write_weights(directory / "model.safetensors", dict(named_weights(file)))
 
 
 def _cache() -> Path:
@@ -108,7 +108,8 @@ def _tokenizer_config(file: ModelFile) -> dict[str, Any]:
     }
 
 
-def _tensors(file: ModelFile) -> Iterator[tuple[str, Array]]:
+def named_weights(file: ModelFile) -> Iterator[tuple[str, Array]]:
+    """All weights, by the names and in the order of rows that transformers has them."""
     for name, values in file.weights().items():
         if name in _OUTSIDE:
             yield _OUTSIDE[name], values

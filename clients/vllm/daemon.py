@@ -13,9 +13,7 @@ from blobstore.clients.sync import Client
 from blobstore.clients.vllm.breaker import Breaker
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.late_client import LateClient
-
-UNAVAILABLE = "unavailable"
-DEADLINE = "deadline"
+from blobstore.clients.vllm.reasons import DEADLINE, UNAVAILABLE
 
 CONNECT_S = 1.0
 PING_S = 0.25

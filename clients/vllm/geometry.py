@@ -30,6 +30,20 @@ class Group:
     window: int
 
 
+def blocks_of(
+    groups: Sequence[Group], blob_tokens: int, tables: Sequence[Sequence[int]], blobs: range
+) -> list[list[int]]:
+    """The block ids of a run of blobs, for each of `groups`, of whose tokens `tables` tell.
+
+    Shorter where a table does not reach so far.
+    """
+    found = []
+    for group, table in zip(groups, tables, strict=True):
+        per_blob = blob_tokens // group.block_tokens
+        found.append(list(table[blobs.start * per_blob : blobs.stop * per_blob]))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class Layer:
     """One layer: of group number `group` of those that are stored."""

@@ -120,17 +120,6 @@ class Identity:
         step = self.blob_tokens // self.hash_tokens
         return Keys.of([bytes(each) for each in block_hashes[step - 1 :: step]])
 
-    def blob_blocks(self, block_ids: Sequence[Sequence[int]], blob: int) -> list[list[int]]:
-        """The blocks of blob number `blob` for each of `groups`, of a request's block tables.
-
-        Shorter where the tables do not reach so far.
-        """
-        blocks = []
-        for group in self.groups:
-            n = self.blob_tokens // group.block_tokens
-            blocks.append(list(block_ids[group.id][blob * n : (blob + 1) * n]))
-        return blocks
-
     def check_hashes(self) -> None:
         """InvalidRequest if vLLM's hashes are others than declared; before the first is used."""
         self._hashing.check()

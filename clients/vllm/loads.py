@@ -16,11 +16,12 @@ from typing import Any, Protocol
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.sync import Client, Lease
 from blobstore.clients.vllm.copies import Copies
-from blobstore.clients.vllm.daemon import UNAVAILABLE, Daemon
+from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.geometry import Group
+from blobstore.clients.vllm.geometry import Group, blocks_of
 from blobstore.clients.vllm.lane import Lane
 from blobstore.clients.vllm.metadata import Blocks, Load
+from blobstore.clients.vllm.reasons import ABSENT, FAILED, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.windows import WINDOW_BYTES, windows
 from blobstore.hint import Hint
@@ -29,8 +30,6 @@ from blobstore.keys import Keys
 THREADS = 2
 WAITING_MAX = 1 << 16
 """More requests than an engine has."""
-ABSENT = "absent"
-FAILED = "failed"
 
 
 class Place(Protocol):
@@ -52,13 +51,9 @@ class Place(Protocol):
         """The namespace that the scheduler names."""
 
 
-def blocks_of(place: Place, blocks: Blocks, blob: int) -> list[list[int]]:
+def blocks_at(place: Place, blocks: Blocks, blob: int) -> list[list[int]]:
     """Those of blob number `blob` of a run of blobs whose `blocks` are given."""
-    found = []
-    for group, ids in zip(place.groups, blocks, strict=True):
-        per_blob = place.blob_tokens // group.block_tokens
-        found.append(list(ids[blob * per_blob : (blob + 1) * per_blob]))
-    return found
+    return blocks_of(place.groups, place.blob_tokens, blocks, range(blob, blob + 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +170,7 @@ class Loads:
 
     def _copy(self, run: _Run, lease: Lease, number: int) -> None:
         load = run.load
-        blocks = blocks_of(self._place, load.blocks, run.done)
+        blocks = blocks_at(self._place, load.blocks, run.done)
         run.copies.into(blocks, lease[number], load.skip if run.done == 0 else 0, run.fence)
         run.done += 1
 

@@ -17,10 +17,11 @@ from typing import Any, Protocol
 
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
-from blobstore.clients.vllm.daemon import DEADLINE, UNAVAILABLE, Daemon
+from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.lane import Lane
 from blobstore.clients.vllm.options import Options
+from blobstore.clients.vllm.reasons import DEADLINE, FAILED, UNAVAILABLE, UNNAMED
 from blobstore.errors import BlobStoreError
 from blobstore.hint import Hint
 from blobstore.keys import Keys
@@ -33,11 +34,6 @@ FRESH_S = 1.0
 """For so long an answer is good enough to be used."""
 SLOW_FACTOR = 2.0
 """How much longer than its estimate a load from SSD may take before it is waited for elsewhere."""
-
-ABSENT = "absent"
-FAILED = "failed"
-UNNAMED = "unnamed"
-"""The reason if the identity of model or adapter cannot be told."""
 
 
 class Spaces(Protocol):

@@ -20,11 +20,12 @@ import numpy as np
 
 from blobstore.clients.sync import Writer
 from blobstore.clients.vllm.copies import Copies, Finish
-from blobstore.clients.vllm.daemon import UNAVAILABLE, Daemon
+from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.lane import Lane
-from blobstore.clients.vllm.loads import FAILED, Place, blocks_of
+from blobstore.clients.vllm.loads import Place, blocks_at
 from blobstore.clients.vllm.metadata import Save
+from blobstore.clients.vllm.reasons import BUSY, FAILED, LATE, ORPHAN, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.errors import BlobStoreError
 from blobstore.hint import Hint
@@ -40,9 +41,6 @@ SEALING_MAX = 64
 ASIDE_BYTES_MAX = 256 << 20
 """Of blobs that were computed before their memory came."""
 
-LATE = "late"
-BUSY = "busy"
-ORPHAN = "orphan"
 _PASSING = (UNAVAILABLE, LATE, BUSY, ORPHAN, FAILED)
 """Reasons that are said elsewhere, or are over by the next step."""
 
@@ -172,7 +170,7 @@ class Saves:
     ) -> None:
         for number, reason in enumerate(writer.reasons):
             if not reason:  # else it is held, or refused
-                blocks = blocks_of(self._place, saving.save.blocks, number)
+                blocks = blocks_at(self._place, saving.save.blocks, number)
                 saving.finishes.append(copies.out(blocks, writer[number], layer))
 
     def _set_aside(self, saving: _Saving, copies: Copies) -> bool:
@@ -190,7 +188,7 @@ class Saves:
             aside = []
             for number in range(blobs):
                 aside.append(np.empty(self._place.blob_bytes, np.uint8).data)
-                blocks = blocks_of(self._place, saving.save.blocks, number)
+                blocks = blocks_at(self._place, saving.save.blocks, number)
                 saving.finishes.append(copies.out(blocks, aside[number]))
         except Exception as error:  # whatever it is: nothing is saved, and the engine goes on
             self._give_up(saving, nbytes)

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.geometry import Group
-from blobstore.clients.vllm.lookups import ABSENT, Lookup, Lookups, Spaces
+from blobstore.clients.vllm.geometry import Group, blocks_of
+from blobstore.clients.vllm.lookups import Lookup, Lookups, Spaces
 from blobstore.clients.vllm.metadata import Blocks, Load, Outcomes, Save, StepPlan
 from blobstore.clients.vllm.options import Options
+from blobstore.clients.vllm.reasons import ABSENT
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.vllm.tracked import Tracked
 from blobstore.clients.vllm.wishes import Turns, Wishes
@@ -296,11 +297,9 @@ class SchedulerSide:
 
     def _blocks(self, table: Table, first: int, end: int) -> Blocks:
         """The ids of the blocks of blobs `first` to `end`, for each stored group."""
-        found = []
-        for group in self._identity.groups:
-            per_blob = self._identity.blob_tokens // group.block_tokens
-            found.append(list(table[group.id][first * per_blob : end * per_blob]))
-        return found
+        groups = self._identity.groups
+        tables = [table[group.id] for group in groups]
+        return blocks_of(groups, self._identity.blob_tokens, tables, range(first, end))
 
     def _complete(self, blocks: Blocks, blobs: int) -> int:
         """How many leading blobs have all of their blocks."""

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from blobstore.clients.vllm.lane import Lane
+from blobstore.clients.vllm.reasons import BUSY
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.vllm.tier_chunks import Chunk
 from blobstore.clients.vllm.tier_lookups import Batch
@@ -115,7 +116,7 @@ class TierJobs:
         with self._changed:
             self._under_way += 1
         if not lane.post(partial(self._run, job_id, is_load, keys, work)):
-            (self._recorder.missed if is_load else self._recorder.unsaved)("busy", len(keys))
+            (self._recorder.missed if is_load else self._recorder.unsaved)(BUSY, len(keys))
             self._end(Finished(job_id, is_load, (), keys, 0.0))
 
     def _run(

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+from blobstore.clients.vllm.reasons import BUSY, DEADLINE
+
 Batch = list[bytes]
 Answers = tuple[Batch, Sequence[bool]]
 
@@ -72,7 +74,7 @@ class TierLookups:
             self._by_request.setdefault(request, set()).add(key)
         if asked.held is None and now_s - asked.since_s >= self._timeout_s:
             asked.held = False
-            self._on_miss("deadline", 1)
+            self._on_miss(DEADLINE, 1)
         return asked.held
 
     def end_of_step(self) -> None:
@@ -81,7 +83,7 @@ class TierLookups:
         new = [key for key in self._new if key in self._keys]
         self._new = []
         if new and not self._submit(new):
-            self._on_miss("busy", len(new))
+            self._on_miss(BUSY, len(new))
             self.missing(new)
 
     def answered(self, keys: Batch, held: Sequence[bool]) -> None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.sync import Client
-from blobstore.clients.vllm.daemon import DEADLINE, UNAVAILABLE, Daemon
+from blobstore.clients.vllm.daemon import Daemon
+from blobstore.clients.vllm.reasons import DEADLINE, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.vllm.tier_chunks import Chunk, runs
 from blobstore.clients.vllm.wishes import Wishes

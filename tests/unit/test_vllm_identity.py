@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from blobstore.clients import Shard, WriterGroup
+from blobstore.clients.vllm.geometry import blocks_of
 from blobstore.clients.vllm.identity import Identity, identify
 from blobstore.clients.vllm.options import Options
 from blobstore.errors import InvalidRequest
@@ -181,8 +182,9 @@ def test_blocks_of_a_blob(model: Path) -> None:
     config = caches(FullAttentionSpec(), SlidingWindowSpec(block_size=32))
     identity = identify(engine(str(model)), config, Options(tokens_per_blob=64))
     tables = ([1, 2, 3, 4, 5, 6, 7], [8, 9, 10])
-    assert identity.blob_blocks(tables, 0) == [[1, 2, 3, 4], [8, 9]]
-    assert identity.blob_blocks(tables, 1) == [[5, 6, 7], [10]]
+    groups, tokens = identity.groups, identity.blob_tokens
+    assert blocks_of(groups, tokens, tables, range(1)) == [[1, 2, 3, 4], [8, 9]]
+    assert blocks_of(groups, tokens, tables, range(1, 2)) == [[5, 6, 7], [10]]
 
 
 def test_ranks_share_a_namespace_and_a_group(model: Path) -> None:
