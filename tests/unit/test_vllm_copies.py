@@ -105,6 +105,13 @@ def read_only(data: bytes) -> memoryview:
     return memoryview(data).toreadonly()
 
 
+def test_what_was_set_aside_moves_without_what_other_ranks_write() -> None:
+    fake: Any = SimpleNamespace(spans=((0, 4), (4, 8), (8, 11)), written=(True, False, True))
+    aside, payload = memoryview(bytes(range(1, 13))), memoryview(bytearray(12))
+    HostCopies(fake).move(aside, payload)
+    assert payload.tolist() == [1, 2, 3, 4, 0, 0, 0, 0, 9, 10, 11, 0]
+
+
 def test_the_device_says_which_copies(pages: Pages) -> None:
     assert isinstance(copies_for(pages), HostCopies)
     assert copies_for(pages).layers == 3
