@@ -24,7 +24,14 @@ from blobstore.clients.http_reading import fetch, slot
 from blobstore.clients.http_verbs import NoteTexts, blob_path, hint_lines
 from blobstore.clients.operations import STAT_KEYS, ask_in, declaration, hints_of
 from blobstore.clients.steps import Call, Work, ask, reason
-from blobstore.clients.writer import DURABLE, NO_PARTS, WriterBase, check_durable, digest_of
+from blobstore.clients.writer import (
+    DURABLE,
+    NO_PARTS,
+    RETENTIONS,
+    WriterBase,
+    check_durable,
+    digest_of,
+)
 from blobstore.clients.writing import (
     ORPHAN,
     PutTerms,
@@ -35,9 +42,6 @@ from blobstore.clients.writing import (
 from blobstore.errors import BlobStoreError, InvalidRequest, UnknownNamespace
 from blobstore.keys import Keys
 from blobstore.protocol import KEYS_MAX, TOKENS_MAX, Declared, Done, Report, Stat
-
-RETENTIONS = ("volatile", "standard", DURABLE)
-"""Each keeps at least as long as those before it."""
 
 _RESULTS = {201: "stored", 200: "exists", 409: "divergent"}
 _TOO_LARGE = 413

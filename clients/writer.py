@@ -34,6 +34,8 @@ from blobstore.keys import Keys
 from blobstore.protocol import NO_EXTENT, Done, Reserved, Seal, Sealed, SealParts
 
 DURABLE = "durable"
+RETENTIONS = ("volatile", "standard", DURABLE)
+"""Each keeps at least as long as those before it."""
 
 _KINDS: dict[str, type[BlobStoreError]] = BY_CODE | {
     "no_room": Full, "lent_bytes": Full, "too_large": Full,

@@ -17,6 +17,9 @@ from blobstore.clients.vllm.layers import Shape, layer_groups, shape_of
 from blobstore.errors import InvalidRequest
 from blobstore.layout import KVLayout, Part, Shard
 
+NULL_BLOCK = 0
+"""vLLM's block that stands for those that slid out of a window; nothing is kept in it."""
+
 
 @dataclass(frozen=True, slots=True)
 class Group:

@@ -11,16 +11,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.sync import Client, Lease
 from blobstore.clients.vllm.copies import Copies
 from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.geometry import Group, blocks_of
 from blobstore.clients.vllm.lane import Lane
-from blobstore.clients.vllm.metadata import Blocks, Load
+from blobstore.clients.vllm.metadata import Load
+from blobstore.clients.vllm.place import Place, blocks_at
 from blobstore.clients.vllm.reasons import ABSENT, FAILED, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.windows import WINDOW_BYTES, windows
@@ -30,30 +30,6 @@ from blobstore.keys import Keys
 THREADS = 2
 WAITING_MAX = 1 << 16
 """More requests than an engine has."""
-
-
-class Place(Protocol):
-    """As Identity: what a rank reads and writes."""
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        """Of the stored layers."""
-
-    @property
-    def blob_tokens(self) -> int:
-        """Tokens per blob."""
-
-    @property
-    def blob_bytes(self) -> int:
-        """Of a whole blob."""
-
-    def bound_of(self, encoded: bytes) -> BoundNamespace:
-        """The namespace that the scheduler names."""
-
-
-def blocks_at(place: Place, blocks: Blocks, blob: int) -> list[list[int]]:
-    """Those of blob number `blob` of a run of blobs whose `blocks` are given."""
-    return blocks_of(place.groups, place.blob_tokens, blocks, range(blob, blob + 1))
 
 
 @dataclass(frozen=True, slots=True)

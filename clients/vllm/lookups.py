@@ -36,7 +36,7 @@ SLOW_FACTOR = 2.0
 """How much longer than its estimate a load from SSD may take before it is waited for elsewhere."""
 
 
-class Spaces(Protocol):
+class Namespaces(Protocol):
     """As Identity: says in which namespace a request's keys and values are."""
 
     def adapter_of(self, lora_request: Any) -> str:
@@ -88,13 +88,13 @@ class Lookups:
 
     def __init__(
         self,
-        spaces: Spaces,
+        namespaces: Namespaces,
         daemon: Daemon,
         options: Options,
         faults: Faults,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._spaces = spaces
+        self._namespaces = namespaces
         self._daemon = daemon
         self._options = options
         self._faults = faults
@@ -132,7 +132,7 @@ class Lookups:
     def tell(self, lookup: Lookup, block_hashes: Sequence[bytes], finish: str) -> None:
         """Let the store know why the model stopped with these tokens; one-way."""
         if lookup.ns is not None and self._daemon.usable:
-            keys = self._spaces.keys(block_hashes)
+            keys = self._namespaces.keys(block_hashes)
             self._lane.post(partial(self._finish, lookup.ns, keys, lookup.hint, finish))
 
     def start_anew(self) -> None:
@@ -162,7 +162,7 @@ class Lookups:
 
     def _ask(self, lookup: Lookup, block_hashes: Sequence[bytes]) -> None:
         lookup.asked_s = self._clock()
-        lookup.keys = self._spaces.keys(block_hashes)
+        lookup.keys = self._namespaces.keys(block_hashes)
         lookup.done.clear()
         if not self._daemon.usable or not self._lane.post(partial(self._answer, lookup)):
             self._conclude(lookup, Hit(0, 0, reason=UNAVAILABLE))
@@ -210,9 +210,9 @@ class Lookups:
         """The namespace of requests with this adapter, or None if it cannot be told."""
         try:
             if not self._checked:
-                self._spaces.check_hashes()
+                self._namespaces.check_hashes()
                 self._checked = True
-            return self._of_generation(self._spaces.bound(self._spaces.adapter_of(lora)))
+            return self._of_generation(self._namespaces.bound(self._namespaces.adapter_of(lora)))
         except (BlobStoreError, OSError) as error:
             adapter = f" with the adapter {lora.lora_name}" if lora is not None else ""
             self._faults.note(f"requests{adapter} are neither stored nor read", str(error))
@@ -227,7 +227,7 @@ class Lookups:
     def _prepare(self) -> None:
         """Read the weights if it must, and connect: the first request has less to wait for."""
         with contextlib.suppress(BlobStoreError, OSError):  # said at the first request
-            ns, client = self._spaces.bound(""), self._daemon.reach()
+            ns, client = self._namespaces.bound(""), self._daemon.reach()
             if client is not None:
                 client.namespace(ns.namespace, ns.shard)
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, get_type_hints
 
 from blobstore.clients.handshake import socket_path
-from blobstore.clients.vllm.wishes import check_retention
+from blobstore.clients.vllm.request_params import check_retention
 from blobstore.errors import InvalidRequest
 from blobstore.hint import Hint
 

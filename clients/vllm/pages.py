@@ -10,13 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from blobstore.clients.vllm.cache_memory import BlockRuns, checked_bytes, memory_of
-from blobstore.clients.vllm.geometry import Layer
+from blobstore.clients.vllm.geometry import NULL_BLOCK, Layer
 from blobstore.clients.vllm.identity import Identity
 from blobstore.clients.vllm.libraries import Tensor
 from blobstore.errors import InvalidRequest, SizeMismatch
-
-NULL = 0
-"""The block that stands where a window has moved on; nothing is kept in it."""
 
 
 class Pages:
@@ -114,9 +111,11 @@ class Pages:
         """Position in the blob and number of each block that is copied."""
         placed = []
         for at in range(skipped, len(ids)):
-            if not NULL < ids[at] < self._n_blocks and not (ids[at] == NULL and may_be_null):
+            if not NULL_BLOCK < ids[at] < self._n_blocks and not (
+                ids[at] == NULL_BLOCK and may_be_null
+            ):
                 raise InvalidRequest(f"block {ids[at]} is none of 1 to {self._n_blocks - 1}")
-            if ids[at] != NULL:
+            if ids[at] != NULL_BLOCK:
                 placed.append((at, ids[at]))
         return placed
 

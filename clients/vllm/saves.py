@@ -11,26 +11,24 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from blobstore.clients.sync import Writer
-from blobstore.clients.vllm.copies import Copies, Finish
+from blobstore.clients.vllm.copies import Copies
 from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.lane import Lane
-from blobstore.clients.vllm.loads import Place, blocks_at
 from blobstore.clients.vllm.metadata import Save
+from blobstore.clients.vllm.place import SavePlace, blocks_at
 from blobstore.clients.vllm.reasons import BUSY, FAILED, LATE, ORPHAN, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
+from blobstore.clients.vllm.saving import Saving
 from blobstore.errors import BlobStoreError
 from blobstore.hint import Hint
 from blobstore.keys import Keys
-from blobstore.namespace import WriterGroup
 
 PATIENCE_S = 0.005
 """How long the end of a step waits for memory, all of its saves together."""
@@ -43,14 +41,6 @@ ASIDE_BYTES_MAX = 256 << 20
 
 _PASSING = (UNAVAILABLE, LATE, BUSY, ORPHAN, FAILED)
 """Reasons that are said elsewhere, or are over by the next step."""
-
-
-class SavePlace(Place, Protocol):
-    """As Identity: with whom a rank fills blobs together, too."""
-
-    @property
-    def writer_group(self) -> WriterGroup | None:
-        """None if it fills them alone."""
 
 
 class Saves:
@@ -76,7 +66,7 @@ class Saves:
         self._clock = clock
         self._reserving = Lane("reserve", waiting_max=SEALING_MAX)
         self._sealing = Lane("seal", waiting_max=SEALING_MAX)
-        self._step: list[_Saving] = []
+        self._step: list[Saving] = []
         self._lock = threading.Lock()
         self._unsaved: dict[str, int] = {}
         self._aside_bytes = 0
@@ -89,7 +79,7 @@ class Saves:
         """A step begins: reserve memory for what it will make whole."""
         self.abandon()
         for save in saves:
-            saving = _Saving(save)
+            saving = Saving(save)
             if not self._daemon.usable:
                 self._missed(saving, UNAVAILABLE)
             elif self._reserving.post(partial(self._reserve, saving)):
@@ -166,14 +156,14 @@ class Saves:
         self._reserving.close(max(0.0, deadline_s - self._clock()))
 
     def _copy(
-        self, saving: _Saving, writer: Writer, copies: Copies, layer: int | None = None
+        self, saving: Saving, writer: Writer, copies: Copies, layer: int | None = None
     ) -> None:
         for number, reason in enumerate(writer.reasons):
             if not reason:  # else it is held, or refused
                 blocks = blocks_at(self._place, saving.save.blocks, number)
                 saving.finishes.append(copies.out(blocks, writer[number], layer))
 
-    def _set_aside(self, saving: _Saving, copies: Copies) -> bool:
+    def _set_aside(self, saving: Saving, copies: Copies) -> bool:
         """Copy what has no memory in the store yet to some of ours; whether that is seen to.
 
         There may be no later step that could save the end of a request once more.
@@ -199,7 +189,7 @@ class Saves:
             self._missed(saving, BUSY)
         return True
 
-    def _give_up(self, saving: _Saving, aside_bytes: int) -> None:
+    def _give_up(self, saving: Saving, aside_bytes: int) -> None:
         writer = saving.take()
         if writer is not None:
             writer.abort()
@@ -211,10 +201,10 @@ class Saves:
     def _connect(self) -> None:
         self._daemon.reach()
 
-    def _reserve(self, saving: _Saving) -> None:
+    def _reserve(self, saving: Saving) -> None:
         saving.put(*self._faults.guarded((None, FAILED), self._reserved, saving))
 
-    def _reserved(self, saving: _Saving) -> tuple[Writer | None, str]:
+    def _reserved(self, saving: Saving) -> tuple[Writer | None, str]:
         """A writer, or why there is none."""
         client = None if saving.given_up else self._daemon.reach()
         if client is None:
@@ -239,14 +229,14 @@ class Saves:
                 writer[number]  # maps the arena if need be: not in the engine's time
         return writer, ""
 
-    def _seal_layer(self, saving: _Saving, writer: Writer, part: int) -> None:
+    def _seal_layer(self, saving: Saving, writer: Writer, part: int) -> None:
         saving.bring()
         with contextlib.suppress(BlobStoreError):  # it was aborted: nobody follows it any more
             for number, reason in enumerate(writer.reasons):
                 if not reason:
                     writer.seal_parts(number, [part])
 
-    def _seal(self, saving: _Saving, writer: Writer, blob_bytes: int) -> None:
+    def _seal(self, saving: Saving, writer: Writer, blob_bytes: int) -> None:
         try:
             saving.bring()
             writer.seal(timeout_s=self._timeout_s)
@@ -268,7 +258,7 @@ class Saves:
         if saving.save.ttl_s:
             self._pin(saving.save)
 
-    def _seal_aside(self, saving: _Saving, aside: list[memoryview], copies: Copies) -> None:
+    def _seal_aside(self, saving: Saving, aside: list[memoryview], copies: Copies) -> None:
         """Seal blobs that were set aside, if their memory comes."""
         saving.wait(RESERVE_S)
         writer = saving.take()
@@ -296,11 +286,11 @@ class Saves:
             ns, keys = self._place.bound_of(save.namespace), Keys(save.keys, save.key_bytes)
             client.pin(ns, keys, save.ttl_s, timeout_s=self._timeout_s)
 
-    def _broken(self, saving: _Saving, error: Exception) -> None:
+    def _broken(self, saving: Saving, error: Exception) -> None:
         self._faults.note("saves", f"{type(error).__name__}: {error}")
         self._missed(saving, FAILED)
 
-    def _missed(self, saving: _Saving, reason: str) -> None:
+    def _missed(self, saving: Saving, reason: str) -> None:
         """Blobs were not saved. Of an orphan's ancestors it is not known which are left."""
         save = saving.save
         if reason not in _PASSING:
@@ -311,52 +301,6 @@ class Saves:
         with self._lock:
             known = self._unsaved.get(save.request_id, first)
             self._unsaved[save.request_id] = min(known, first)
-
-
-class _Saving:
-    """A save under way, handed from the thread that reserves to the engine's."""
-
-    def __init__(self, save: Save) -> None:
-        self.save = save
-        self.computed_s = 0.0
-        """When its forward had run."""
-        self.reason = ""
-        self.given_up = False
-        """Nobody will take a writer any more."""
-        self.writer: Writer | None = None
-        self.layers = 0
-        """How many leading layers were copied one by one; -1: none is any more."""
-        self.finishes: deque[Finish] = deque()
-        """What is still to be brought to the arena."""
-        self._ready = threading.Event()
-        self._lock = threading.Lock()
-
-    def put(self, writer: Writer | None, reason: str) -> None:
-        """The reservation has an outcome."""
-        with self._lock:
-            self.reason = reason
-            if not self.given_up:
-                self.writer = writer
-                writer = None
-        self._ready.set()
-        if writer is not None:
-            writer.abort()
-
-    def wait(self, wait_s: float) -> bool:
-        """Whether the reservation has an outcome, within `wait_s`."""
-        return self._ready.wait(wait_s)
-
-    def take(self) -> Writer | None:
-        """The writer, if there is one; none is taken later."""
-        with self._lock:
-            self.given_up = True
-            writer, self.writer = self.writer, None
-        return writer
-
-    def bring(self) -> None:
-        """Bring what was gathered to the arena; on a thread."""
-        while self.finishes:
-            self.finishes.popleft()()
 
 
 def _refusal(writer: Writer) -> str:

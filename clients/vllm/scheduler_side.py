@@ -11,14 +11,14 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.geometry import Group, blocks_of
-from blobstore.clients.vllm.lookups import Lookup, Lookups, Spaces
+from blobstore.clients.vllm.geometry import NULL_BLOCK, Group, blocks_of
+from blobstore.clients.vllm.lookups import Lookup, Lookups, Namespaces
 from blobstore.clients.vllm.metadata import Blocks, Load, Outcomes, Save, StepPlan
 from blobstore.clients.vllm.options import Options
 from blobstore.clients.vllm.reasons import ABSENT
 from blobstore.clients.vllm.recorder import Recorder
-from blobstore.clients.vllm.tracked import Tracked
-from blobstore.clients.vllm.wishes import Turns, Wishes
+from blobstore.clients.vllm.request_params import RequestParams, Turns
+from blobstore.clients.vllm.request_state import RequestState
 from blobstore.errors import InvalidRequest
 
 BACKLOG_BYTES = 64 << 20
@@ -30,8 +30,6 @@ RETRY_S = 0.25
 
 PREEMPTED = "preempted"
 """Why a request stopped that the engine will soon go on with."""
-NULL_BLOCK = 0
-"""vLLM's block that stands for those that slid out of a window."""
 
 _PARAMS = "kv_transfer_params"
 
@@ -39,7 +37,7 @@ Table = Sequence[Sequence[int]]
 """A request's block ids, for each of the engine's cache groups."""
 
 
-class Identified(Spaces, Protocol):
+class Identified(Namespaces, Protocol):
     """As Identity: of what sizes blobs and blocks are, too."""
 
     @property
@@ -86,11 +84,11 @@ class SchedulerSide:
         self._recorder = recorder
         self._faults = faults
         self._turns = Turns()
-        self._requests: dict[str, Tracked] = {}
+        self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
 
     def add(self, request: Any) -> None:
-        """A request is new; what it wishes is read now."""
+        """A request is new; what it params is read now."""
         self._faults.guarded(None, self._track, request)
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
@@ -99,10 +97,10 @@ class SchedulerSide:
 
     def tiers(self, request: Any, tokens: int) -> tuple[int, int]:
         """How many of the `tokens` that are loaded for a request were in DRAM, and on SSD."""
-        tracked = self._requests.get(request.request_id)
-        if tracked is None:
+        state = self._requests.get(request.request_id)
+        if state is None:
             return tokens, 0
-        return self._faults.guarded((tokens, 0), self._split, tracked, tokens)
+        return self._faults.guarded((tokens, 0), self._split, state, tokens)
 
     def allocated(self, request: Any, table: Table, tokens: int) -> None:
         """The scheduler gave a request blocks, of which `tokens` are to be loaded."""
@@ -121,9 +119,9 @@ class SchedulerSide:
             return StepPlan(loads, idle=idle)
         saves, now_s = [], self._clock()
         for request_id, tokens in output.num_scheduled_tokens.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None and tracked.saving and now_s >= tracked.saves_from_s:
-                saves += self._saves(tracked, tokens, output)
+            state = self._requests.get(request_id)
+            if state is not None and state.saving and now_s >= state.saves_from_s:
+                saves += self._saves(state, tokens, output)
         return StepPlan(loads, saves, idle)
 
     def heard(self, outcomes: Outcomes) -> None:
@@ -132,10 +130,10 @@ class SchedulerSide:
 
     def finished(self, request: Any, finish: str) -> None:
         """A request has ended; `finish` says why."""
-        tracked = self._requests.pop(request.request_id, None)
-        if tracked is not None and tracked.lookup is not None and finish:
+        state = self._requests.pop(request.request_id, None)
+        if state is not None and state.lookup is not None and finish:
             tell = self._lookups.tell
-            self._faults.guarded(None, tell, tracked.lookup, request.block_hashes, finish)
+            self._faults.guarded(None, tell, state.lookup, request.block_hashes, finish)
 
     def start_anew(self) -> None:
         """From now on nothing that was stored before is found.
@@ -143,13 +141,13 @@ class SchedulerSide:
         Requests that run are not saved any more: they may be of the old weights in part.
         """
         self._lookups.start_anew()
-        for tracked in self._requests.values():
-            tracked.lookup, tracked.saving = None, False
+        for state in self._requests.values():
+            state.lookup, state.saving = None, False
 
-    def _track(self, request: Any) -> Tracked:
-        wishes = Wishes(self._options.retention)
+    def _track(self, request: Any) -> RequestState:
+        params = RequestParams(self._options.retention)
         try:
-            wishes = Wishes.of(
+            params = RequestParams.of(
                 getattr(request, "kv_transfer_params", None),
                 retention=self._options.retention,
                 kind=self._options.kind,
@@ -157,73 +155,73 @@ class SchedulerSide:
             )
             self._faults.note(_PARAMS, "")
         except InvalidRequest as error:
-            wishes = Wishes(no_store=True, no_load=True)  # as one of them may have asked for
+            params = RequestParams(no_store=True, no_load=True)  # as one of them may have asked for
             self._faults.note(_PARAMS, f"{error}; the request is neither stored nor read")
-        wishes = replace(
-            wishes,
-            no_load=wishes.no_load or not self._reads,
-            no_store=wishes.no_store or not self._writes,
-            hint=self._turns.numbered(wishes.hint),
+        params = replace(
+            params,
+            no_load=params.no_load or not self._reads,
+            no_store=params.no_store or not self._writes,
+            hint=self._turns.numbered(params.hint),
         )
-        tracked = self._requests[request.request_id] = Tracked(request, wishes)
-        return tracked
+        state = self._requests[request.request_id] = RequestState(request, params)
+        return state
 
     def _matched(self, request: Any, local_tokens: int) -> int | None:
-        tracked = self._requests.get(request.request_id) or self._track(request)
-        most = self._most(tracked)
-        if not most and tracked.wishes.no_store:
+        state = self._requests.get(request.request_id) or self._track(request)
+        most = self._most(state)
+        if not most and state.params.no_store:
             return 0
         wanted = most * self._identity.blob_tokens > local_tokens
-        lookup = self._lookup(tracked)
-        if request.num_preemptions > tracked.preemptions:
-            tracked.preemptions = request.num_preemptions
+        lookup = self._lookup(state)
+        if request.num_preemptions > state.preemptions:
+            state.preemptions = request.num_preemptions
             self._lookups.tell(lookup, request.block_hashes, PREEMPTED)
         if not self._lookups.settled(lookup, request.block_hashes):
             return None if wanted else 0
         end = min(lookup.hit.blobs, most) * self._identity.blob_tokens
-        tracked.promised = range(local_tokens, max(local_tokens, end))
+        state.promised = range(local_tokens, max(local_tokens, end))
         if wanted:
-            self._settle(lookup, len(tracked.promised))
-        return len(tracked.promised)
+            self._settle(lookup, len(state.promised))
+        return len(state.promised)
 
     def _heard(self, outcomes: Outcomes) -> None:
         for request_id, blobs in outcomes.loaded.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
+            state = self._requests.get(request_id)
+            if state is not None:
                 # Fewer than were promised: so it cannot be promised the same for ever.
-                first = tracked.promised.start // self._identity.blob_tokens
-                tracked.limit = first + blobs
-                tracked.stored = None
-                if tracked.lookup is not None:
-                    tracked.lookup.doubt()
+                first = state.promised.start // self._identity.blob_tokens
+                state.limit = first + blobs
+                state.stored = None
+                if state.lookup is not None:
+                    state.lookup.doubt()
         for request_id, first in outcomes.unsaved.items():
-            tracked = self._requests.get(request_id)
-            if tracked is not None:
-                tracked.stored = min(tracked.stored or 0, first)
-                tracked.saves_from_s = self._clock() + RETRY_S * 2**tracked.failed_saves
-                tracked.failed_saves += 1
-                tracked.saving &= tracked.failed_saves < FAILED_SAVES_MAX
+            state = self._requests.get(request_id)
+            if state is not None:
+                state.stored = min(state.stored or 0, first)
+                state.saves_from_s = self._clock() + RETRY_S * 2**state.failed_saves
+                state.failed_saves += 1
+                state.saving &= state.failed_saves < FAILED_SAVES_MAX
 
-    def _lookup(self, tracked: Tracked) -> Lookup:
-        if tracked.lookup is None:
-            request = tracked.request
-            tracked.lookup = self._lookups.begin(
-                request.lora_request, request.block_hashes, tracked.wishes.hint
+    def _lookup(self, state: RequestState) -> Lookup:
+        if state.lookup is None:
+            request = state.request
+            state.lookup = self._lookups.begin(
+                request.lora_request, request.block_hashes, state.params.hint
             )
-        return tracked.lookup
+        return state.lookup
 
-    def _most(self, tracked: Tracked) -> int:
+    def _most(self, state: RequestState) -> int:
         """Leading blobs that may be loaded: the engine computes the last token itself."""
-        request = tracked.request
-        if tracked.wishes.no_load or request.skip_reading_prefix_cache:
+        request = state.request
+        if state.params.no_load or request.skip_reading_prefix_cache:
             return 0
         most = (int(request.num_tokens) - 1) // self._identity.blob_tokens
-        return most if tracked.limit is None else min(most, tracked.limit)
+        return most if state.limit is None else min(most, state.limit)
 
-    def _split(self, tracked: Tracked, tokens: int) -> tuple[int, int]:
+    def _split(self, state: RequestState, tokens: int) -> tuple[int, int]:
         """Tokens in DRAM and on SSD."""
-        warm = tracked.lookup.hit.warm if tracked.lookup is not None else 0
-        dram = min(tokens, max(0, warm * self._identity.blob_tokens - tracked.promised.start))
+        warm = state.lookup.hit.warm if state.lookup is not None else 0
+        dram = min(tokens, max(0, warm * self._identity.blob_tokens - state.promised.start))
         return dram, tokens - dram
 
     def _settle(self, lookup: Lookup, tokens: int) -> None:
@@ -237,62 +235,62 @@ class SchedulerSide:
 
     def _load(self, nothing: Load, table: Table, tokens: int) -> Load:
         """What was promised last, into these blocks; `nothing` if it was something else."""
-        tracked = self._requests.get(nothing.request_id)
-        if tracked is None or tracked.lookup is None or tokens != len(tracked.promised):
+        state = self._requests.get(nothing.request_id)
+        if state is None or state.lookup is None or tokens != len(state.promised):
             return nothing
-        lookup, blob_tokens = tracked.lookup, self._identity.blob_tokens
-        first, end = tracked.promised.start // blob_tokens, tracked.promised.stop // blob_tokens
+        lookup, blob_tokens = state.lookup, self._identity.blob_tokens
+        first, end = state.promised.start // blob_tokens, state.promised.stop // blob_tokens
         if lookup.ns is None:
             return nothing
         keys = lookup.keys[first:end]
-        dram, ssd = self._split(tracked, tokens)
+        dram, ssd = self._split(state, tokens)
         self._recorder.found("dram", dram)
         self._recorder.found("ssd", ssd)
         return Load(
             nothing.request_id, lookup.ns.namespace.encode(), keys.packed, keys.key_bytes,
-            tracked.promised.start - first * blob_tokens, self._blocks(table, first, end),
-            tracked.wishes.hint.as_dict(), stream=lookup.hit.warm < end,
+            state.promised.start - first * blob_tokens, self._blocks(table, first, end),
+            state.params.hint.as_dict(), stream=lookup.hit.warm < end,
         )  # fmt: skip
 
-    def _saves(self, tracked: Tracked, tokens: int, output: Any) -> list[Save]:
+    def _saves(self, state: RequestState, tokens: int, output: Any) -> list[Save]:
         """What is to be saved of a request after this step, if anything."""
         try:
-            new = self._new(tracked, tokens)
-            save = self._save(tracked, new, output.kv_connector_block_state) if new else None
+            new = self._new(state, tokens)
+            save = self._save(state, new, output.kv_connector_block_state) if new else None
         except Exception as error:  # no more is saved of it; all else goes on
             self._faults.broke(self._save, error)
-            tracked.saving, save = False, None
+            state.saving, save = False, None
         return [save] if save is not None else []
 
-    def _new(self, tracked: Tracked, tokens: int) -> range:
+    def _new(self, state: RequestState, tokens: int) -> range:
         """The blobs of a request that are whole after this step, and not stored yet."""
-        request, lookup = tracked.request, tracked.lookup
+        request, lookup = state.request, state.lookup
         if lookup is None or lookup.ns is None or not lookup.done.is_set():
             return range(0)
-        if tracked.stored is None:
-            tracked.stored = lookup.hit.blobs
+        if state.stored is None:
+            state.stored = lookup.hit.blobs
         # Of tokens that the engine has not told us of yet, keys are not known either.
         known = len(request.block_hashes) * self._identity.hash_tokens
         before = min(request.num_computed_tokens, known) // self._identity.blob_tokens
         whole = min(request.num_computed_tokens + tokens, known) // self._identity.blob_tokens
         backlog = max(1, BACKLOG_BYTES // self._identity.blob_bytes)
-        return range(tracked.stored, min(whole, tracked.stored + backlog + whole - before))
+        return range(state.stored, min(whole, state.stored + backlog + whole - before))
 
-    def _save(self, tracked: Tracked, new: range, state: Any) -> Save | None:
-        request, lookup, first = tracked.request, tracked.lookup, new.start
+    def _save(self, state: RequestState, new: range, block_state: Any) -> Save | None:
+        request, lookup, first = state.request, state.lookup, new.start
         assert lookup is not None
         assert lookup.ns is not None
-        blocks = self._blocks(state.resolve_block_ids(request.request_id), first, new.stop)
+        blocks = self._blocks(block_state.resolve_block_ids(request.request_id), first, new.stop)
         end = first + self._complete(blocks, len(new))
         if end == first:
-            tracked.saving = False  # they slid out of a window: nothing can follow them
+            state.saving = False  # they slid out of a window: nothing can follow them
             return None
         keys = self._identity.keys(request.block_hashes)
-        tracked.stored = end
+        state.stored = end
         return Save(
             request.request_id, lookup.ns.namespace.encode(), keys[first:end].packed,
             keys.key_bytes, keys[first - 1] if first else b"", first, blocks,
-            tracked.wishes.retention, tracked.wishes.ttl_s, tracked.wishes.hint.as_dict(),
+            state.params.retention, state.params.ttl_s, state.params.hint.as_dict(),
         )  # fmt: skip
 
     def _blocks(self, table: Table, first: int, end: int) -> Blocks:

@@ -33,12 +33,12 @@ from blobstore.clients.vllm import daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.options import Options
 from blobstore.clients.vllm.recorder import MISSED, UNSAVED, Recorder
+from blobstore.clients.vllm.request_params import RequestParams, Turns
 from blobstore.clients.vllm.tier_chunks import Chunk, Positions
 from blobstore.clients.vllm.tier_identity import TierIdentity, chunk_tokens
 from blobstore.clients.vllm.tier_jobs import Finished, TierJobs
 from blobstore.clients.vllm.tier_lookups import TierLookups
 from blobstore.clients.vllm.tier_store import TierStore
-from blobstore.clients.vllm.wishes import Turns, Wishes
 from blobstore.errors import InvalidRequest
 
 METRICS = {
@@ -52,7 +52,7 @@ CLOSE_S = 1.0
 
 _CONNECTORS_OWN = ("tokens_per_blob", "prefetch_wait_s", "layerwise")
 
-_NOTHING = Wishes(no_store=True, no_load=True)
+_NOTHING = RequestParams(no_store=True, no_load=True)
 
 
 class BlobStoreTier(SecondaryTierManager):
@@ -81,7 +81,7 @@ class BlobStoreTier(SecondaryTierManager):
         self._recorder = Recorder()
         self._turns = Turns()
         self._chunk_tokens = chunk_tokens(offloading_spec)
-        self._wishes: dict[str, Wishes] = {}
+        self._params: dict[str, RequestParams] = {}
         self._positions: dict[str, Positions] = {}
         self._identity = TierIdentity(
             offloading_spec, self._options, self.block_size_bytes, self._faults
@@ -99,19 +99,19 @@ class BlobStoreTier(SecondaryTierManager):
         """Take in what a request asks of the store."""
         options = self._options
         try:
-            wishes = Wishes.of(
+            params = RequestParams.of(
                 req_context.kv_transfer_params, retention=options.retention, kind=options.kind
             )
-            wishes = replace(wishes, hint=self._turns.numbered(wishes.hint))
+            params = replace(params, hint=self._turns.numbered(params.hint))
         except InvalidRequest as error:
             self._faults.note("a request is neither stored nor read", str(error))
-            wishes = _NOTHING
-        self._wishes[req_context.req_id] = wishes
+            params = _NOTHING
+        self._params[req_context.req_id] = params
         return RequestOffloadingContext()
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
         """Whether a chunk is in the store; RETRY while that is being asked."""
-        if self._wish(req_context).no_load:
+        if self._params_of(req_context).no_load:
             return LookupResult.MISS
         held = self._lookups.held(bytes(key), req_context.req_id)
         if held is None:
@@ -120,13 +120,13 @@ class BlobStoreTier(SecondaryTierManager):
 
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store rows of the engine's memory."""
-        wishes = self._wish(job_metadata.req_context)
-        self._jobs.save(job_metadata.job_id, self._chunks(job_metadata), wishes)
+        params = self._params_of(job_metadata.req_context)
+        self._jobs.save(job_metadata.job_id, self._chunks(job_metadata), params)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Begin to fill rows of the engine's memory."""
-        wishes = self._wish(job_metadata.req_context)
-        self._jobs.load(job_metadata.job_id, self._chunks(job_metadata), wishes)
+        params = self._params_of(job_metadata.req_context)
+        self._jobs.load(job_metadata.job_id, self._chunks(job_metadata), params)
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """The jobs that have ended. What was not loaded is from now on a miss."""
@@ -139,7 +139,7 @@ class BlobStoreTier(SecondaryTierManager):
     def on_request_finished(self, req_context: Any) -> None:
         """Forget the request."""
         self._lookups.finished(req_context.req_id)
-        self._wishes.pop(req_context.req_id, None)
+        self._params.pop(req_context.req_id, None)
         self._positions.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
@@ -175,8 +175,8 @@ class BlobStoreTier(SecondaryTierManager):
                 stats.increase_counter(name, n, (self.tier_type, reason))
         return stats
 
-    def _wish(self, req_context: Any) -> Wishes:
-        return self._wishes.get(req_context.req_id, _NOTHING)
+    def _params_of(self, req_context: Any) -> RequestParams:
+        return self._params.get(req_context.req_id, _NOTHING)
 
     def _answered(self, keys: list[bytes], held: Sequence[bool]) -> None:
         self._lookups.answered(keys, held)

@@ -16,10 +16,10 @@ from functools import partial
 from blobstore.clients.vllm.lane import Lane
 from blobstore.clients.vllm.reasons import BUSY
 from blobstore.clients.vllm.recorder import Recorder
+from blobstore.clients.vllm.request_params import RequestParams
 from blobstore.clients.vllm.tier_chunks import Chunk
 from blobstore.clients.vllm.tier_lookups import Batch
 from blobstore.clients.vllm.tier_store import TierStore
-from blobstore.clients.vllm.wishes import Wishes
 
 LOOKUPS_MAX = 64
 """Batches of questions that wait: one for each step of the scheduler."""
@@ -72,17 +72,17 @@ class TierJobs:
         """Find out which of `keys` are held; False if too many questions wait."""
         return self._lookups.post(partial(self._ask, keys))
 
-    def load(self, job_id: int, chunks: Sequence[Chunk], wishes: Wishes) -> None:
+    def load(self, job_id: int, chunks: Sequence[Chunk], params: RequestParams) -> None:
         """Fill the rows of `chunks` from the store."""
-        self._begin(self._loads, job_id, chunks, lambda: self._store.load(chunks, wishes))
+        self._begin(self._loads, job_id, chunks, lambda: self._store.load(chunks, params))
 
-    def save(self, job_id: int, chunks: Sequence[Chunk], wishes: Wishes) -> None:
+    def save(self, job_id: int, chunks: Sequence[Chunk], params: RequestParams) -> None:
         """Store what is in the rows of `chunks`."""
-        if wishes.no_store:
+        if params.no_store:
             keys = tuple(chunk.key for chunk in chunks)
             self._finished.put(Finished(job_id, False, keys, (), 0.0))
             return
-        self._begin(self._saves, job_id, chunks, lambda: self._store.save(chunks, wishes))
+        self._begin(self._saves, job_id, chunks, lambda: self._store.save(chunks, params))
 
     def finished(self) -> list[Finished]:
         """The jobs that have ended since the last call."""

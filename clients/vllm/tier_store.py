@@ -14,8 +14,8 @@ from blobstore.clients.sync import Client
 from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.reasons import DEADLINE, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
+from blobstore.clients.vllm.request_params import RequestParams
 from blobstore.clients.vllm.tier_chunks import Chunk, runs
-from blobstore.clients.vllm.wishes import Wishes
 from blobstore.errors import BlobStoreError
 
 PORTION_BYTES = 128 << 20
@@ -72,23 +72,23 @@ class TierStore:
         self._recorder.missed(why, len(keys))
         return [False] * len(keys)
 
-    def load(self, chunks: Sequence[Chunk], wishes: Wishes) -> list[bytes]:
+    def load(self, chunks: Sequence[Chunk], params: RequestParams) -> list[bytes]:
         """Fill the rows of `chunks`; the keys of those that are complete."""
         client, ns, why = self._reach()
         loaded: list[bytes] = []
         if client is not None and ns is not None:
-            why = self._load(client, ns, chunks, wishes, loaded)
+            why = self._load(client, ns, chunks, params, loaded)
         if len(loaded) < len(chunks):
             self._recorder.missed(why or "gone", len(chunks) - len(loaded))
         return loaded
 
-    def save(self, chunks: Sequence[Chunk], wishes: Wishes) -> list[bytes]:
+    def save(self, chunks: Sequence[Chunk], params: RequestParams) -> list[bytes]:
         """Store what is in the rows of `chunks`, unless it is held; the keys that are, then."""
         client, ns, why = self._reach()
         kept: set[bytes] = set()
         if client is not None and ns is not None:
             try:
-                why = self._save(client, ns, chunks, wishes, kept)
+                why = self._save(client, ns, chunks, params, kept)
             except BlobStoreError as error:  # a durable put that failed
                 why = error.code
         if len(kept) < len(chunks):
@@ -106,7 +106,7 @@ class TierStore:
         client: Client,
         ns: BoundNamespace,
         chunks: Sequence[Chunk],
-        wishes: Wishes,
+        params: RequestParams,
         loaded: list[bytes],
     ) -> str:
         portion = max(1, PORTION_BYTES // max(1, ns.namespace.nbytes))
@@ -120,7 +120,7 @@ class TierStore:
                 ns,
                 [chunk.key for chunk in some],
                 [self._rows(chunk.row) for chunk in some],
-                hint=wishes.hint,
+                hint=params.hint,
                 timeout_s=self._timeout_s,
             )
             loaded += [chunk.key for chunk in some[:n]]
@@ -136,7 +136,7 @@ class TierStore:
         client: Client,
         ns: BoundNamespace,
         chunks: Sequence[Chunk],
-        wishes: Wishes,
+        params: RequestParams,
         kept: set[bytes],
     ) -> str:
         parents = {chunk.parent for chunk in chunks if chunk.parent is not None}
@@ -157,16 +157,16 @@ class TierStore:
                 keys,
                 [self._rows(chunk.row) for chunk in run],
                 parent=parent,
-                retention=wishes.retention,
-                hint=wishes.hint,
+                retention=params.retention,
+                hint=params.hint,
                 timeout_s=self._timeout_s,
             )
             kept.update(key for key, what in zip(keys, results, strict=True) if what != "refused")
             if "refused" in results:
                 return self._noted(began_s, self._timeout_s) or "refused"
             self._noted(None)
-        if wishes.ttl_s:
-            client.pin(ns, [chunk.key for chunk in chunks], wishes.ttl_s, timeout_s=self._timeout_s)
+        if params.ttl_s:
+            client.pin(ns, [chunk.key for chunk in chunks], params.ttl_s, timeout_s=self._timeout_s)
         return ""
 
     def _exists(

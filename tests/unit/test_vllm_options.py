@@ -1,4 +1,4 @@
-"""Options of the connector, wishes of requests, lanes and the daemon behind its breaker."""
+"""Options of the connector, params of requests, lanes and the daemon behind its breaker."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.lane import Lane
 from blobstore.clients.vllm.options import Options
-from blobstore.clients.vllm.wishes import Turns, Wishes
+from blobstore.clients.vllm.request_params import RequestParams, Turns
 from blobstore.errors import InvalidRequest, Unavailable
 from blobstore.hint import Hint
 from tests.support.polling import poll_until
@@ -46,16 +46,16 @@ def test_wrong_options_are_refused_with_what_is_right(given: dict[str, Any], say
         Options.of(given)
 
 
-def test_wishes_hold_what_a_request_says_and_the_engine_elsewhere() -> None:
-    wishes = Wishes.of(
+def test_params_hold_what_a_request_says_and_the_engine_elsewhere() -> None:
+    params = RequestParams.of(
         {"retention": "durable", "ttl": 5, "turn": 3, "remote_host": "of another connector"},
         retention="standard",
         kind="main",
         session="s",
     )
-    assert (wishes.retention, wishes.ttl_s) == ("durable", 5.0)
-    assert wishes.hint == Hint(session="s", turn=3, kind="main")
-    assert Wishes.of(None, retention="volatile", kind="") == Wishes("volatile")
+    assert (params.retention, params.ttl_s) == ("durable", 5.0)
+    assert params.hint == Hint(session="s", turn=3, kind="main")
+    assert RequestParams.of(None, retention="volatile", kind="") == RequestParams("volatile")
 
 
 @pytest.mark.parametrize(
@@ -66,9 +66,9 @@ def test_wishes_hold_what_a_request_says_and_the_engine_elsewhere() -> None:
         {"ttl_s": float("nan")},
     ],
 )  # fmt: skip
-def test_wrong_wishes_are_refused(params: dict[str, Any]) -> None:
+def test_wrong_params_are_refused(params: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest):
-        Wishes.of(params, retention="standard", kind="")
+        RequestParams.of(params, retention="standard", kind="")
 
 
 def test_turns_count_on_from_what_a_request_says() -> None:
@@ -233,4 +233,4 @@ def test_an_interrupt_is_no_fault() -> None:
 @pytest.mark.parametrize("params", [["no", "mapping"], "text", 5])
 def test_params_that_are_no_mapping_are_refused(params: Any) -> None:
     with pytest.raises(InvalidRequest, match="names with values"):
-        Wishes.of(params, retention="standard", kind="")
+        RequestParams.of(params, retention="standard", kind="")

@@ -57,9 +57,9 @@ class Bench:
     def matched(self, request: FakeRequest, local: int = 0) -> int | None:
         """What is promised once the store has answered."""
         self.side.matched(request, local)
-        tracked = self.side._requests[request.request_id]
-        if tracked.lookup is not None:
-            poll_until(tracked.lookup.done.is_set)
+        state = self.side._requests[request.request_id]
+        if state.lookup is not None:
+            poll_until(state.lookup.done.is_set)
         return self.side.matched(request, local)
 
     def step(
@@ -358,7 +358,7 @@ def test_turns_of_a_session_are_numbered(bench: Bench) -> None:
     assert [hint["turn"] for hint in bench.client.hints] == [0, 1]
 
 
-def test_a_request_whose_wishes_cannot_be_read_is_neither_stored_nor_read(
+def test_a_request_whose_params_cannot_be_read_is_neither_stored_nor_read(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
     bench.holds(2)

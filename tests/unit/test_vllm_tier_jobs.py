@@ -9,15 +9,15 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from blobstore.clients.vllm.recorder import Recorder
+from blobstore.clients.vllm.request_params import RequestParams
 from blobstore.clients.vllm.tier_chunks import Chunk
 from blobstore.clients.vllm.tier_jobs import JOBS_MAX, LOAD_THREADS, LOOKUPS_MAX, Finished, TierJobs
-from blobstore.clients.vllm.wishes import Wishes
 from tests.support.polling import poll_until
 
 JOIN_S = 20.0
 CHUNKS = [Chunk(bytes([n]) * 36, n) for n in range(3)]
 KEYS = tuple(chunk.key for chunk in CHUNKS)
-NO_WISHES = Wishes()
+NO_PARAMS = RequestParams()
 
 
 class SlowStore:
@@ -35,7 +35,7 @@ class SlowStore:
         self._wait(self.lookup_gate)
         return [True] * len(keys)
 
-    def load(self, chunks: Sequence[Chunk], wishes: Wishes) -> Sequence[bytes]:
+    def load(self, chunks: Sequence[Chunk], params: RequestParams) -> Sequence[bytes]:
         if self.stopping:
             return []
         self._wait(self.gate)
@@ -85,8 +85,8 @@ def bench() -> Iterator[Bench]:
 
 
 def test_jobs_are_told_of_when_they_have_ended(bench: Bench) -> None:
-    bench.jobs.load(1, CHUNKS, NO_WISHES)
-    bench.jobs.save(2, CHUNKS, NO_WISHES)
+    bench.jobs.load(1, CHUNKS, NO_PARAMS)
+    bench.jobs.save(2, CHUNKS, NO_PARAMS)
     assert bench.jobs.finished() == []
     bench.store.gate.set()
     load, save = bench.ended(2)
@@ -97,7 +97,7 @@ def test_jobs_are_told_of_when_they_have_ended(bench: Bench) -> None:
 def test_what_could_not_be_had_is_named(bench: Bench) -> None:
     bench.store.done = KEYS[1:]
     bench.store.gate.set()
-    bench.jobs.load(1, CHUNKS, NO_WISHES)
+    bench.jobs.load(1, CHUNKS, NO_PARAMS)
     (load,) = bench.ended(1)
     assert load.done == KEYS[1:]
     assert load.failed == KEYS[:1]
@@ -105,8 +105,8 @@ def test_what_could_not_be_had_is_named(bench: Bench) -> None:
 
 def test_questions_are_answered_beside_long_loads_and_saves(bench: Bench) -> None:
     for job_id in range(LOAD_THREADS):
-        bench.jobs.load(job_id, CHUNKS, NO_WISHES)
-    bench.jobs.save(9, CHUNKS, NO_WISHES)
+        bench.jobs.load(job_id, CHUNKS, NO_PARAMS)
+    bench.jobs.save(9, CHUNKS, NO_PARAMS)
     bench.store.lookup_gate.set()
     assert bench.jobs.ask([KEYS[0]])
     poll_until(lambda: bench.answers, JOIN_S)
@@ -114,7 +114,7 @@ def test_questions_are_answered_beside_long_loads_and_saves(bench: Bench) -> Non
 
 
 def test_what_should_not_be_stored_ends_at_once(bench: Bench) -> None:
-    bench.jobs.save(1, CHUNKS, Wishes(no_store=True))
+    bench.jobs.save(1, CHUNKS, RequestParams(no_store=True))
     (save,) = bench.ended(1)
     assert save.done == KEYS
     assert not bench.store.entered.acquire(blocking=False)
@@ -126,24 +126,24 @@ def test_a_fault_of_ours_ends_the_job_as_failed(
     bench.store.error = RuntimeError("a fault of ours")
     bench.store.gate.set()
     with caplog.at_level(logging.ERROR):
-        bench.jobs.load(1, CHUNKS, NO_WISHES)
+        bench.jobs.load(1, CHUNKS, NO_PARAMS)
         (load,) = bench.ended(1)
         poll_until(lambda: "a fault of ours" in caplog.text, JOIN_S)
     assert load.failed == KEYS
     bench.store.error = None
-    bench.jobs.load(2, CHUNKS, NO_WISHES)
+    bench.jobs.load(2, CHUNKS, NO_PARAMS)
     assert bench.ended(1)[0].done == KEYS
 
 
 def test_queues_are_bounded_and_what_is_refused_fails_at_once(bench: Bench) -> None:
     for job_id in range(LOAD_THREADS):
-        bench.jobs.load(job_id, CHUNKS, NO_WISHES)
+        bench.jobs.load(job_id, CHUNKS, NO_PARAMS)
     for _ in range(LOAD_THREADS):
         assert bench.store.entered.acquire(timeout=JOIN_S)
     for job_id in range(LOAD_THREADS, LOAD_THREADS + JOBS_MAX):
-        bench.jobs.load(job_id, CHUNKS, NO_WISHES)
+        bench.jobs.load(job_id, CHUNKS, NO_PARAMS)
     assert bench.jobs.finished() == []
-    bench.jobs.load(999, CHUNKS, NO_WISHES)
+    bench.jobs.load(999, CHUNKS, NO_PARAMS)
     (refused,) = bench.jobs.finished()
     assert refused == Finished(999, True, (), KEYS, 0.0)
     assert bench.recorder.take() == {"misses": {"busy": 3}}
@@ -156,9 +156,9 @@ def test_queues_are_bounded_and_what_is_refused_fails_at_once(bench: Bench) -> N
 
 
 def test_drained_is_when_nothing_touches_the_rows_and_what_waits_has_failed(bench: Bench) -> None:
-    bench.jobs.save(1, CHUNKS, NO_WISHES)
+    bench.jobs.save(1, CHUNKS, NO_PARAMS)
     assert bench.store.entered.acquire(timeout=JOIN_S)
-    bench.jobs.save(2, CHUNKS, NO_WISHES)
+    bench.jobs.save(2, CHUNKS, NO_PARAMS)
     drained = threading.Thread(target=bench.jobs.drain)
     drained.start()
     poll_until(lambda: bench.store.stopping, JOIN_S)
@@ -168,7 +168,7 @@ def test_drained_is_when_nothing_touches_the_rows_and_what_waits_has_failed(benc
     assert not drained.is_alive()
     one, two = bench.ended(2)
     assert (one.done, two.failed) == (KEYS, KEYS)
-    bench.jobs.save(3, CHUNKS, NO_WISHES)
+    bench.jobs.save(3, CHUNKS, NO_PARAMS)
     assert bench.ended(1)[0].done == KEYS
 
 

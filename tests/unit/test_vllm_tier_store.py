@@ -15,9 +15,9 @@ from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.vllm.breaker import Breaker
 from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.recorder import Recorder
+from blobstore.clients.vllm.request_params import RequestParams
 from blobstore.clients.vllm.tier_chunks import Chunk
 from blobstore.clients.vllm.tier_store import HOLES_MAX, TierStore
-from blobstore.clients.vllm.wishes import Wishes
 from tests.support.served_store import ServedStore, served_store
 
 T = TypeVar("T")
@@ -25,7 +25,7 @@ T = TypeVar("T")
 ROW_BYTES = 8192
 N_ROWS = 16
 TIMEOUT_S = 5.0
-NO_WISHES = Wishes()
+NO_PARAMS = RequestParams()
 
 
 def key(number: int) -> bytes:
@@ -87,10 +87,10 @@ def test_chunks_come_back_into_other_rows_and_touch_no_more(daemon: Daemon) -> N
     keys = [key(n) for n in range(4)]
     store = tier_store(daemon, writer, recorder)
     assert store.held(keys) == [False] * 4
-    assert store.save(chain(range(4)), NO_WISHES) == keys
+    assert store.save(chain(range(4)), NO_PARAMS) == keys
     other = tier_store(daemon, reader, recorder)
     assert other.held([*keys, key(9)]) == [True] * 4 + [False]
-    assert other.load(chain([1, 2, 3], first_row=8), NO_WISHES) == keys[1:]
+    assert other.load(chain([1, 2, 3], first_row=8), NO_PARAMS) == keys[1:]
     assert np.array_equal(reader.memory[8:11], writer.memory[1:4])
     assert not reader.memory[:8].any()
     assert not reader.memory[11:].any()
@@ -100,9 +100,9 @@ def test_chunks_come_back_into_other_rows_and_touch_no_more(daemon: Daemon) -> N
 def test_chunks_are_chains_where_what_they_continue_is_held(daemon: Daemon) -> None:
     engine, recorder = Engine(), Recorder()
     store = tier_store(daemon, engine, recorder)
-    store.save(chain([0, 1]), NO_WISHES)
-    store.save(chain([2, 3]), NO_WISHES)
-    assert store.save(chain([8, 9]), NO_WISHES) == [key(8), key(9)]
+    store.save(chain([0, 1]), NO_PARAMS)
+    store.save(chain([2, 3]), NO_PARAMS)
+    assert store.save(chain([8, 9]), NO_PARAMS) == [key(8), key(9)]
     client = daemon.reach()
     assert client is not None
     facts = client.stat(namespace(), [key(n) for n in (0, 1, 2, 3, 8, 9)])
@@ -114,23 +114,23 @@ def test_what_is_held_is_not_written_again(daemon: Daemon) -> None:
     writer, recorder = Engine(), Recorder()
     writer.fill()
     store = tier_store(daemon, writer, recorder)
-    store.save(roots([1]), NO_WISHES)
+    store.save(roots([1]), NO_PARAMS)
     before = writer.memory.copy()
     writer.memory[:] = 7
-    assert store.save(chain([0, 1, 2]), NO_WISHES) == [key(0), key(1), key(2)]
+    assert store.save(chain([0, 1, 2]), NO_PARAMS) == [key(0), key(1), key(2)]
     reader = Engine()
-    assert tier_store(daemon, reader, recorder).load(roots([1]), NO_WISHES) == [key(1)]
+    assert tier_store(daemon, reader, recorder).load(roots([1]), NO_PARAMS) == [key(1)]
     assert np.array_equal(reader.memory[0], before[0])
 
 
 def test_a_chunk_that_is_gone_leaves_the_others(daemon: Daemon) -> None:
     writer, reader, recorder = Engine(), Engine(), Recorder()
     writer.fill()
-    tier_store(daemon, writer, recorder).save(roots([0, 1, 2, 3]), NO_WISHES)
+    tier_store(daemon, writer, recorder).save(roots([0, 1, 2, 3]), NO_PARAMS)
     client = daemon.reach()
     assert client is not None
     assert client.drop(namespace(), [key(1)]) == 1
-    loaded = tier_store(daemon, reader, recorder).load(roots([0, 1, 2, 3]), NO_WISHES)
+    loaded = tier_store(daemon, reader, recorder).load(roots([0, 1, 2, 3]), NO_PARAMS)
     assert loaded == [key(0), key(2), key(3)]
     assert np.array_equal(reader.memory[2:4], writer.memory[2:4])
     assert recorder.take() == {"misses": {"gone": 1}}
@@ -139,22 +139,22 @@ def test_a_chunk_that_is_gone_leaves_the_others(daemon: Daemon) -> None:
 def test_a_load_of_holes_ends(daemon: Daemon) -> None:
     engine, recorder = Engine(), Recorder()
     store = tier_store(daemon, engine, recorder)
-    store.save([Chunk(key(15), 15, None)], NO_WISHES)
+    store.save([Chunk(key(15), 15, None)], NO_PARAMS)
     assert HOLES_MAX < 14
-    assert store.load(roots(range(N_ROWS)), NO_WISHES) == []
+    assert store.load(roots(range(N_ROWS)), NO_PARAMS) == []
     assert recorder.take() == {"misses": {"gone": N_ROWS}}
 
 
 def test_what_does_not_fit_is_not_stored_and_counted(daemon: Daemon) -> None:
     engine, recorder = Engine(row_bytes=24 << 20), Recorder()  # the arena has 16 MiB
     store = tier_store(daemon, engine, recorder)
-    assert store.save(roots([0, 1]), NO_WISHES) == []
+    assert store.save(roots([0, 1]), NO_PARAMS) == []
     assert recorder.take() == {"unsaved_blobs": {"refused": 2}}
 
 
-def test_wishes_reach_the_store(daemon: Daemon) -> None:
+def test_params_reach_the_store(daemon: Daemon) -> None:
     store = tier_store(daemon, Engine(), Recorder())
-    assert store.save(roots([0]), Wishes(retention="volatile")) == [key(0)]
+    assert store.save(roots([0]), RequestParams(retention="volatile")) == [key(0)]
     client = daemon.reach()
     assert client is not None
     (facts,) = client.stat(namespace(), [key(0)])
@@ -175,15 +175,15 @@ def test_what_is_to_live_longer_is_pinned_and_hints_go_along() -> None:
 
     listening = Listening()
     store = tier_store(listening, Engine(), Recorder())
-    wishes = Wishes(ttl_s=60.0, hint=Hint(session="s"))
-    assert store.save(roots([0, 1]), wishes) == [key(0), key(1)]
+    params = RequestParams(ttl_s=60.0, hint=Hint(session="s"))
+    assert store.save(roots([0, 1]), params) == [key(0), key(1)]
     assert listening.calls == ["s", "2 for 60.0"]
 
 
 def test_a_durable_put_that_fails_is_no_exception(daemon: Daemon) -> None:
     engine, recorder = Engine(row_bytes=24 << 20), Recorder()
     store = tier_store(daemon, engine, recorder)
-    assert store.save(roots([0]), Wishes(retention="durable")) == []
+    assert store.save(roots([0]), RequestParams(retention="durable")) == []
     assert recorder.take() == {"unsaved_blobs": {"full": 1}}
 
 
@@ -198,8 +198,8 @@ def test_a_daemon_that_is_not_there_is_a_miss_and_asked_seldom(tmp_path: Path) -
     daemon = Daemon("unix:nobody", connect, Breaker(lambda: now_s))
     store = tier_store(daemon, Engine(), recorder)
     assert store.held([key(0), key(1)]) == [False, False]
-    assert store.load(roots([0]), NO_WISHES) == []
-    assert store.save(roots([0]), NO_WISHES) == []
+    assert store.load(roots([0]), NO_PARAMS) == []
+    assert store.save(roots([0]), NO_PARAMS) == []
     assert len(attempts) == 1
     data = recorder.take()
     assert data == {"misses": {"unavailable": 3}, "unsaved_blobs": {"unavailable": 1}}
@@ -216,8 +216,8 @@ def test_without_an_identity_nothing_is_asked() -> None:
     recorder = Recorder()
     store = tier_store(Untouched(), Engine(), recorder, ns=None)
     assert store.held([key(0)]) == [False]
-    assert store.load(roots([0]), NO_WISHES) == []
-    assert store.save(roots([0]), NO_WISHES) == []
+    assert store.load(roots([0]), NO_PARAMS) == []
+    assert store.save(roots([0]), NO_PARAMS) == []
     assert recorder.take() == {"misses": {"identity": 2}, "unsaved_blobs": {"identity": 1}}
 
 
@@ -254,8 +254,8 @@ class Hung:
     ("call", "verb"),
     [
         (lambda store: store.held([key(0), key(1)]), "exists"),
-        (lambda store: store.load(roots(range(8)), NO_WISHES), "get_into"),
-        (lambda store: store.save(roots(range(8)), NO_WISHES), "exists"),
+        (lambda store: store.load(roots(range(8)), NO_PARAMS), "get_into"),
+        (lambda store: store.save(roots(range(8)), NO_PARAMS), "exists"),
     ],
 )
 def test_a_daemon_that_hangs_is_waited_for_once(
@@ -273,7 +273,7 @@ def test_a_store_that_hangs_between_two_runs_is_waited_for_once() -> None:
     hung, recorder = Hung(), Recorder()
     hung.exists = lambda ns, keys, *, timeout_s: [False] * len(keys)  # type: ignore[method-assign]
     store = tier_store(hung, Engine(), recorder, clock=lambda: hung.now_s)
-    assert store.save(roots(range(8)), NO_WISHES) == []
+    assert store.save(roots(range(8)), NO_PARAMS) == []
     assert hung.calls == ["put_from"]
     assert recorder.take() == {"unsaved_blobs": {"deadline": 8}}
 
@@ -281,8 +281,8 @@ def test_a_store_that_hangs_between_two_runs_is_waited_for_once() -> None:
 def test_a_store_that_is_stopping_moves_nothing_more(daemon: Daemon) -> None:
     recorder = Recorder()
     store = tier_store(daemon, Engine(), recorder)
-    store.save(roots([0]), NO_WISHES)
+    store.save(roots([0]), NO_PARAMS)
     store.stopping = True
-    assert store.load(roots([0]), NO_WISHES) == []
-    assert store.save(roots([0, 1]), NO_WISHES) == [key(0)]
+    assert store.load(roots([0]), NO_PARAMS) == []
+    assert store.save(roots([0, 1]), NO_PARAMS) == [key(0)]
     assert recorder.take() == {"misses": {"stopped": 1}, "unsaved_blobs": {"stopped": 1}}

@@ -237,7 +237,7 @@ def test_an_engine_may_only_write_or_only_read(
             assert client.stats()["tiers"]["dram"]["blobs"] == 4
 
 
-def test_what_a_request_wishes_is_followed(engine: SimulatedEngine) -> None:
+def test_what_a_request_asks_for_is_followed(engine: SimulatedEngine) -> None:
     engine.add("unstored", PROMPT, 4, no_store=True)
     engine.run()
     assert found(engine) == 0

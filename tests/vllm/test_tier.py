@@ -263,7 +263,7 @@ def test_a_daemon_that_comes_late_is_found(start: Start, tmp_path: Path) -> None
     assert reasons == {"unavailable"}
 
 
-def test_wishes_of_a_request_are_followed(start: Start) -> None:
+def test_params_of_a_request_are_followed(start: Start) -> None:
     keys = stored(start(), 2, no_store=True)
     engine = start()
     ready(engine)

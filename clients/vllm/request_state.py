@@ -5,20 +5,28 @@ from __future__ import annotations
 from typing import Any
 
 from blobstore.clients.vllm.lookups import Lookup
-from blobstore.clients.vllm.wishes import Wishes
+from blobstore.clients.vllm.request_params import RequestParams
 
 
-class Tracked:
+class RequestState:
     """A request of the engine, and how far it is stored and may be loaded."""
 
     __slots__ = (
-        "failed_saves", "limit", "lookup", "preemptions", "promised", "request",
-        "saves_from_s", "saving", "stored", "wishes",
+        "failed_saves",
+        "limit",
+        "lookup",
+        "params",
+        "preemptions",
+        "promised",
+        "request",
+        "saves_from_s",
+        "saving",
+        "stored",
     )  # fmt: skip
 
-    def __init__(self, request: Any, wishes: Wishes) -> None:
+    def __init__(self, request: Any, params: RequestParams) -> None:
         self.request = request
-        self.wishes = wishes
+        self.params = params
         self.lookup: Lookup | None = None
         self.stored: int | None = None
         """Leading blobs that need not be saved; None until the store has said."""
@@ -26,7 +34,7 @@ class Tracked:
         """Leading blobs that may be promised: fewer after each load that failed."""
         self.promised = range(0)
         """The tokens that were promised last."""
-        self.saving = not wishes.no_store
+        self.saving = not params.no_store
         self.preemptions = 0
         self.failed_saves = 0
         self.saves_from_s = 0.0

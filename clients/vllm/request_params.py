@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from blobstore.clients.writer import RETENTIONS
 from blobstore.errors import InvalidRequest
 from blobstore.hint import Hint
 
-RETENTIONS = ("volatile", "standard", "durable")
 TTL_MAX_S = 30 * 86400.0
 
 _SESSIONS_MAX = 1 << 16
@@ -23,7 +23,7 @@ def check_retention(retention: object) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class RequestParams:
     """How a request's blobs are kept, and what the store is told of it.
 
     `ttl_s` keeps what it saves from eviction for so long (0: no longer than usual). With
@@ -39,7 +39,7 @@ class Wishes:
     @classmethod
     def of(
         cls, params: Mapping[str, Any] | None, *, retention: str, kind: str, session: str = ""
-    ) -> Wishes:
+    ) -> RequestParams:
         """Those in `params`; `retention`, `kind` and `session` hold where they say nothing.
 
         Other names are other connectors'. Raises InvalidRequest for values out of bounds.
