@@ -19,7 +19,16 @@ from blobstore.bench.engine_conversation import AGENT, TINY, Request
 from blobstore.bench.engine_process import EngineProcess, RebuilderProcess
 from blobstore.bench.engine_report import EngineReport, Sample
 from blobstore.bench.engine_turns import Turns
-from blobstore.bench.engine_ways import BOTH, COLD, DRAM, MAX_TOKENS, REBUILD, SSD, WAYS
+from blobstore.bench.engine_ways import (
+    BOTH,
+    BOTH_UNEVEN,
+    COLD,
+    DRAM,
+    MAX_TOKENS,
+    REBUILD,
+    SSD,
+    WAYS,
+)
 from blobstore.bench.machine import machine_facts
 from blobstore.bench.model_file import ModelFile
 from blobstore.bench.own_daemon import OwnDaemon
@@ -28,9 +37,13 @@ from blobstore.bench.report import Row, Setting, latency_row
 from blobstore.bench.setup import Setup
 from blobstore.units import GIB, MIB
 
-LEAST = {COLD: 0.0, DRAM: 200.0, SSD: 60.0, REBUILD: 0.9, BOTH: 1.6}
+LEAST = {COLD: 0.0, DRAM: 200.0, SSD: 60.0, REBUILD: 0.9, BOTH: 1.6, BOTH_UNEVEN: 1 / 1.1}
 """What the ratio of each way's row has to reach, over a long prefix."""
 
+UNEVEN = 3
+"""How many times as fast as the rebuild the fetch is then."""
+READERS_LEAST = 1 / 1.1
+"""The last of many readers of one context waits a tenth longer than a single one, at most."""
 WITHOUT_REUSE_LEAST = 0.97
 """Where nothing is shared, the store may cost 3 % of a turn."""
 
@@ -52,17 +65,22 @@ class Scale:
     """Turns with shorter prefixes do not count in the rows."""
     rounds: int
     """In which both ways at once are measured."""
+    uneven_rounds: int
+    """The same, where one of them is faster."""
+    readers: int
+    """Of one missing context."""
+    reader_pairs: int
     pairs: int
     """Of turns without reuse."""
     fresh_tokens: int
 
 
-FULL = Scale(AGENT, 0, 8192, 640 * MIB, 1500, 5, 10, 512)
-SMALL = Scale(TINY, 4, 512, 64 * MIB, 64, 2, 2, 128)
+FULL = Scale(AGENT, 0, 8192, 640 * MIB, 1500, 5, 3, 32, 3, 30, 256)
+SMALL = Scale(TINY, 4, 512, 64 * MIB, 64, 2, 1, 8, 1, 2, 128)
 
 
 def report(setup: Setup) -> EngineReport:
-    """The rows `engine.cold|dram|ssd|rebuild|both` and `engine.without_reuse`."""
+    """The rows `engine.cold|dram|ssd|rebuild|both|both_uneven|readers|without_reuse`."""
     scale = setup.scale(FULL, SMALL)
     file = ModelFile(layers=scale.layers)
     setup.need_memory(2 * (_MODEL_BYTES + scale.capacity_tokens * _TOKEN_BYTES) + scale.dram_bytes)
@@ -76,9 +94,10 @@ def report(setup: Setup) -> EngineReport:
         kv = stack.enter_context(daemon.client())
         run = _Run(setup, scale, daemon, engine, Turns(daemon, kv, engine, file, setup.say))
         found.samples += run.conversation()
-        without_reuse = run.without_reuse()
-        found.samples += run.both_at_once(found.samples)
-        found.rows += [*run.rows(found.samples), without_reuse]
+        others = [run.many_readers(found.samples), run.without_reuse()]
+        found.samples += run.both_at_once(found.samples, BOTH, 1, scale.rounds)
+        found.samples += run.both_at_once(found.samples, BOTH_UNEVEN, UNEVEN, scale.uneven_rounds)
+        found.rows += [*run.rows(found.samples), *others]
         found.estimates = kv.stats().get("rebuild", {}).get("estimates", {})
     return found
 
@@ -97,26 +116,43 @@ class _Run:
         """Every request, in all of its ways but `both`."""
         return self.turns.converse(self.scale.script, seed=1)
 
-    def both_at_once(self, samples: Sequence[Sample]) -> Iterator[Sample]:
-        """One long prefix, fetched as slowly as it is rebuilt: each way alone, then both."""
-        example = next(s for s in samples if s.way == REBUILD and self._long(s))
-        rate = example.turn.restored_bytes / example.turn.restore_s
-        self.setup.say("the daemon restarts, with a disk as slow as the runner")
+    def both_at_once(
+        self, samples: Sequence[Sample], name: str, times: int, rounds: int
+    ) -> Iterator[Sample]:
+        """One long prefix, fetched `times` as fast as it is rebuilt: each way alone, then both."""
+        example = self._example(samples)
+        rate = times * example.turn.restored_bytes / example.turn.restore_s
+        self.setup.say(f"the daemon restarts, with a disk {times} x as fast as the runner")
         self.daemon.restart({"tiering.fetch_rate": str(int(rate))})
         ids = self.turns.prompts[example.request]
         blobs = self.turns.known_blobs(ids)  # the prompt itself has been stored meanwhile
-        for _ in range(self.scale.rounds):
+        for _ in range(rounds):
             cold, rebuilt, fetched, both = (
                 self.turns.take(way, ids, blobs) for way in (COLD, REBUILD, SSD, BOTH)
             )
-            if not self.setup.tiny:  # a small prefix is read at once
+            if times == 1 and not self.setup.tiny:  # a small prefix is read at once
                 require(len(both.served) == 2, f"both ways brought blobs: {both.served}")
             alone_s = rebuilt.restore_s, fetched.restore_s
-            yield Sample(example.request, BOTH, blobs * CHUNK_TOKENS, both, cold, alone_s)
+            yield Sample(example.request, name, blobs * CHUNK_TOKENS, both, cold, alone_s)
+
+    def many_readers(self, samples: Sequence[Sample]) -> Row:
+        """The last of many readers of one missing context, beside a single reader."""
+        readers, example = self.scale.readers, self._example(samples)
+        self.setup.say(f"engine.readers: {readers} of one context")
+        ids, blobs = self.turns.prompts[example.request], example.prefix_tokens // CHUNK_TOKENS
+        pairs = alternate(
+            lambda: [max(self.turns.rebuilt_for(ids, blobs, readers))],
+            lambda: self.turns.rebuilt_for(ids, blobs, 1),
+            self.scale.reader_pairs,
+            warm_up=0,
+        )
+        least = self.setup.scale(READERS_LEAST, 0.0)
+        setting = Setting(example.turn.restored_bytes, cold=True, least=least)
+        return latency_row("engine.readers", pairs, "a single reader", setting)
 
     def rows(self, samples: Sequence[Sample]) -> Iterator[Row]:
         """The row of each way, over its turns with a long prefix."""
-        for way in WAYS:
+        for way in (*WAYS, BOTH_UNEVEN):
             least = self.setup.scale(LEAST[way], 0.0)
             yield engine_report.row([s for s in samples if s.way == way and self._long(s)], least)
 
@@ -134,6 +170,9 @@ class _Run:
         pairs = alternate(lambda: turn(stored=True), lambda: turn(stored=False), self.scale.pairs)
         setting = Setting(0, least=self.setup.scale(WITHOUT_REUSE_LEAST, 0.0))
         return latency_row("engine.without_reuse", pairs, "a turn without a store", setting)
+
+    def _example(self, samples: Sequence[Sample]) -> Sample:
+        return next(s for s in samples if s.way == REBUILD and self._long(s))
 
     def _long(self, sample: Sample) -> bool:
         return sample.prefix_tokens >= self.scale.prefix_tokens_min

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Self
 
 from blobstore.bench.engine import CONTEXT_TOKENS, Job, Turn
 from blobstore.errors import BlobStoreError
+
+REPLY_S = 900.0
+"""No runner here takes so long for one reply, be the machine as busy as it may."""
 
 _LINES = 3
 """Of what a process said, in the message about its end."""
@@ -25,26 +32,43 @@ class EngineDied(BlobStoreError):
 
 
 class ModelProcess:
-    """A module of the benchmarks that loads the model, in a process: one reply when it is ready.
+    """A program that loads a model, in a process: JSON line by line, one reply when it is ready.
 
-    It computes on all cores but one, which is the daemon's: as beside an accelerator, and
-    because threads that share the work of a product wait long for one that has no core.
-    Raises EngineDied, with what the process said, if it ends.
+    What it starts ends with it. Raises EngineDied, with the end of what it said, if it ends by
+    itself, or is ended because a reply takes longer than `reply_s`.
+
+    Args:
+        command: of the program, with its arguments.
+        environment: beside ours.
+        reply_s: how long it may take for one reply.
+        stop_s: how long it may take to end once its input has ended.
     """
 
-    def __init__(self, module: str, address: str, capacity_tokens: int, layers: int) -> None:
-        command = [sys.executable, "-m", f"blobstore.bench.{module}", address]
-        command += [str(capacity_tokens), str(layers)]
-        threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
-        self._process = subprocess.Popen(  # noqa: S603 (our own module)
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        reply_s: float = REPLY_S,
+        stop_s: float = 0.0,
+    ) -> None:
+        self._reply_s = reply_s
+        self._stop_s = stop_s
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (close does)
+        self._process = subprocess.Popen(  # noqa: S603 (a program of ours)
             command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            stderr=self._log,
             text=True,
-            env={"OPENBLAS_NUM_THREADS": threads, **os.environ},
+            env=os.environ | dict(environment),
+            start_new_session=True,  # its own processes go with it
         )
-        self.reply()
+        try:
+            self.reply()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> Self:
         return self
@@ -57,15 +81,19 @@ class ModelProcess:
     ) -> None:
         self.close()
 
-    @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self._process.pid
-
     def close(self) -> None:
-        """End the process."""
-        self._process.kill()
-        self._process.communicate()
+        """End the process, in order if it can. Twice is once."""
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(self._stop_s)
+        self._kill()
+        process.wait()
+        process.stdout.close()
+        self._log.close()
 
     def send(self, body: object) -> None:
         """One line of JSON to its standard input."""
@@ -79,13 +107,27 @@ class ModelProcess:
     def reply(self) -> dict[str, Any]:
         """The next line of JSON from its standard output."""
         assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if line:
-            reply: dict[str, Any] = json.loads(line)
-            return reply
-        _, complaint = self._process.communicate()
-        said = " / ".join(complaint.splitlines()[-_LINES:])
-        raise EngineDied(f"the engine process ended: {said}")
+        late = threading.Timer(self._reply_s, self._kill)
+        late.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            late.cancel()
+            late.join()
+        if not line:
+            raise EngineDied(f"the engine process ended: {self._last_words()}")
+        reply: dict[str, Any] = json.loads(line)
+        return reply
+
+    def _last_words(self) -> str:
+        self._kill()
+        self._process.wait()
+        self._log.seek(0)
+        return " / ".join(self._log.read().decode(errors="replace").splitlines()[-_LINES:])
+
+    def _kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
 
 
 class EngineProcess(ModelProcess):
@@ -94,7 +136,7 @@ class EngineProcess(ModelProcess):
     def __init__(
         self, address: str, capacity_tokens: int = CONTEXT_TOKENS, layers: int = 0
     ) -> None:
-        super().__init__("engine", address, capacity_tokens, layers)
+        super().__init__(_command("engine", address, capacity_tokens, layers), _environment())
 
     def answer(
         self,
@@ -117,4 +159,20 @@ class RebuilderProcess(ModelProcess):
     def __init__(
         self, address: str, capacity_tokens: int = CONTEXT_TOKENS, layers: int = 0
     ) -> None:
-        super().__init__("rebuilder", address, capacity_tokens, layers)
+        super().__init__(_command("rebuilder", address, capacity_tokens, layers), _environment())
+
+
+def _command(module: str, address: str, capacity_tokens: int, layers: int) -> list[str]:
+    """A module of the benchmarks that runs the model in NumPy."""
+    arguments = (address, str(capacity_tokens), str(layers))
+    return [sys.executable, "-m", f"blobstore.bench.{module}", *arguments]
+
+
+def _environment() -> dict[str, str]:
+    """On all cores but one, which is the daemon's, unless it was said otherwise.
+
+    As beside an accelerator, and because threads that share the work of a product wait long
+    for one that has no core.
+    """
+    threads = str(max(1, len(os.sched_getaffinity(0)) - 1))
+    return {"OPENBLAS_NUM_THREADS": os.environ.get("OPENBLAS_NUM_THREADS", threads)}

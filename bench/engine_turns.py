@@ -59,6 +59,11 @@ class Turns:
         """How many leading blobs of a prompt were stored once."""
         return self._ways.known_blobs(ids)
 
+    def rebuilt_for(self, ids: Sequence[int], blobs: int, readers: int) -> list[float]:
+        """See Ways.rebuilt_for; of the first `blobs` of a prompt."""
+        keys = self._ns.keys(ids[: blobs * CHUNK_TOKENS])
+        return self._ways.rebuilt_for(keys, readers)
+
     def take(self, way: str, ids: Sequence[int], blobs: int, *, store: str = "") -> Turn:
         """One turn in one way; see Ways.take."""
         turn = self._ways.take(way, ids, blobs, store=store)

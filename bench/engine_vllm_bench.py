@@ -3,7 +3,8 @@
 Each prompt is computed by an engine without a connector, answered again out of vLLM's own
 prefix cache, out of our DRAM, out of vLLM's ExampleConnector, and, after the engine and the
 daemon have restarted, out of our SSD. Then the connector's cost where it brings nothing:
-prompts that nothing begins like, and a daemon that is not there.
+prompts that nothing begins like, and a daemon that is not there any more: it is stopped while
+the engine runs.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -36,6 +37,7 @@ from blobstore.bench.engine_vllm_report import (
     first_token_row,
     throughput_row,
 )
+from blobstore.bench.engine_ways import COLD, DRAM, MAX_TOKENS, SETTLED_S, SSD
 from blobstore.bench.machine import machine_facts
 from blobstore.bench.model_file import ModelFile
 from blobstore.bench.own_daemon import OwnDaemon
@@ -45,7 +47,7 @@ from blobstore.bench.setup import Setup
 from blobstore.clients import Client
 from blobstore.units import GIB, MIB
 
-COLD, OWN, DRAM, SSD, EXAMPLE = "cold", "own_cache", "dram", "ssd", "example_connector"
+OWN, EXAMPLE = "own_cache", "example_connector"
 
 LEAST = {COLD: 0.0, OWN: 0.0, DRAM: 5.0, SSD: 4.0, EXAMPLE: 0.0}
 """How many times sooner than cold the first token has to come."""
@@ -60,8 +62,6 @@ BLOB_TOKENS = BLOCK_TOKENS
 LOOKUP_TIMEOUT_S = 1.0
 """Longer than by default: a prompt that is computed, on a machine that is busy, is no figure."""
 
-MAX_TOKENS = 8
-SETTLED_S = 60.0
 _POLL_S = 0.005
 _ENGINE_BYTES = 3 * GIB
 
@@ -155,9 +155,9 @@ class _Run:
                 again = self._ask(self.plain, ids, forget=False)
                 yield self._sample(number, OWN, again, cold)
                 self._store(kv, ours, ids)
-                yield self._sample(number, DRAM, self._ask(ours, ids), cold)
+                yield self._restored(number, DRAM, ours, cold)
                 self._ask(theirs, ids)
-                yield self._sample(number, EXAMPLE, self._ask(theirs, ids), cold)
+                yield self._restored(number, EXAMPLE, theirs, cold)
             require(counters(kv)["loaded_blobs"] == 0, "nothing came from SSD")
 
     def after_restarts(self, ours: VllmProcess) -> Iterator[Sample]:
@@ -181,6 +181,13 @@ class _Run:
         pairs = alternate(ours_asked.batch, plain_asked.batch, self.scale.pairs)
         equal = ours_asked.tokens == plain_asked.tokens
         return throughput_row(name, pairs, self.setup.scale(least, 0.0), tokens_equal=equal)
+
+    def _restored(self, prompt: int, way: str, engine: VllmProcess, cold: Answer) -> Sample:
+        """A prompt restored by an engine's connector, and answered out of its own cache then."""
+        ids = self.prompts[prompt]
+        answer = self._ask(engine, ids)
+        own = self._ask(engine, ids, forget=False)
+        return replace(self._sample(prompt, way, answer, cold), own_s=own.first_token_s)
 
     def _ask(self, engine: VllmProcess, ids: Sequence[int], *, forget: bool = True) -> Answer:
         return engine.ask([ids], MAX_TOKENS, forget=forget).answers[0]

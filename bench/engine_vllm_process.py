@@ -6,23 +6,18 @@ beside ours: it is found here, and its engine is started and ended.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import signal
 import subprocess
 import sys
-import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import blobstore
-from blobstore.bench.engine_process import EngineDied
+from blobstore.bench.engine_process import ModelProcess
 from blobstore.bench.engine_vllm import Answer, Answers, Question
 from blobstore.errors import SetupError
 
@@ -34,8 +29,6 @@ _REPLY_S = 300.0
 
 _STOP_S = 30.0
 _PROBE_S = 60.0
-_LINES = 3
-"""Of what a process said, in the message about its end."""
 
 _PROBE = """
 import importlib.metadata, importlib.util
@@ -43,7 +36,8 @@ for name in ("vllm", "blobstore"):
     print(importlib.util.find_spec(name) is not None)
 print(importlib.metadata.version("kv-blobstore"))
 """
-_INSTALL = "pip install vllm kv-blobstore"
+_INSTALL = "pip install vllm ."
+"""In a checkout of this project, which no package index has yet."""
 
 
 def find_python(given: Path | None) -> Path:
@@ -54,12 +48,15 @@ def find_python(given: Path | None) -> Path:
     python = given or next((one for one in _usual() if _probe(one)[:1] == ["True"]), None)
     if python is None:
         raise SetupError(
-            f"no Python with vLLM: python3 -m venv .venv-vllm && .venv-vllm/bin/{_INSTALL} makes "
-            "one (in a checkout: make .venv-vllm/.vllm), --vllm-python names one that is elsewhere"
+            "no Python with vLLM. In a checkout of blobstore, make .venv-vllm/.vllm makes one with "
+            f"vLLM's CPU build, and python3 -m venv .venv-vllm && .venv-vllm/bin/{_INSTALL} one "
+            "for this machine's accelerator; --vllm-python names one that is elsewhere"
         )
     ours = version("kv-blobstore")
     if _probe(python) != ["True", "True", ours]:
-        raise SetupError(f"{python} lacks vLLM or blobstore {ours}: {python} -m {_INSTALL}=={ours}")
+        raise SetupError(
+            f"{python} lacks vLLM or blobstore {ours}: {python} -m {_INSTALL} in a checkout of it"
+        )
     return python
 
 
@@ -83,88 +80,24 @@ def example_transfer(directory: Path) -> dict[str, Any]:
     }
 
 
-class VllmProcess:
+class VllmProcess(ModelProcess):
     """An engine that answers, from the `with` block's begin to its end.
 
-    Raises EngineDied, with the end of what it said, if it ends by itself.
+    What it is saving when it ends is saved.
     """
 
     def __init__(self, python: Path, model: Path, transfer: Mapping[str, Any] | None) -> None:
         command = [str(python), "-m", "blobstore.bench.engine_vllm", str(model)]
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (close does)
-        self._process = subprocess.Popen(  # noqa: S603 (our own module)
-            [*command, json.dumps(transfer)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._log,
-            text=True,
-            env=os.environ | _environment(),
-            start_new_session=True,  # its own processes go with it
-        )
-        try:
-            self._reply()
-        except BaseException:
-            self.close()
-            raise
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+        command.append(json.dumps(transfer))
+        super().__init__(command, _environment(), reply_s=_REPLY_S, stop_s=_STOP_S)
 
     def ask(
         self, prompts: Sequence[Sequence[int]], max_tokens: int, *, forget: bool = True
     ) -> Answers:
         """Ask all prompts at once; see Question."""
-        question = Question([list(prompt) for prompt in prompts], max_tokens, forget)
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(json.dumps(asdict(question)) + "\n")
-            self._process.stdin.flush()
-        except BrokenPipeError:
-            pass  # the reply says why it died
-        reply = self._reply()
+        self.send(asdict(Question([list(prompt) for prompt in prompts], max_tokens, forget)))
+        reply = self.reply()
         return Answers([Answer(**answer) for answer in reply["answers"]], reply["total_s"])
-
-    def close(self) -> None:
-        """End the engine, in order if it can: what it is saving is saved. Twice is once."""
-        process = self._process
-        assert process.stdin is not None
-        assert process.stdout is not None
-        with contextlib.suppress(OSError):
-            process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_STOP_S)
-        self._kill()
-        process.wait()
-        process.stdout.close()
-        self._log.close()
-
-    def _kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _reply(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        late = threading.Timer(_REPLY_S, self._kill)
-        late.start()
-        line = self._process.stdout.readline()
-        late.cancel()
-        late.join()
-        if line:
-            reply: dict[str, Any] = json.loads(line)
-            return reply
-        self._kill()
-        self._process.wait()
-        self._log.seek(0)
-        said = self._log.read().decode(errors="replace").splitlines()[-_LINES:]
-        raise EngineDied(f"the vLLM process ended: {' / '.join(said)}")
 
 
 def _environment() -> dict[str, str]:

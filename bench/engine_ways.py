@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from itertools import takewhile
+from threading import Barrier
 
 from blobstore.bench.blobs import require
 from blobstore.bench.engine import CHUNK_TOKENS, RESTORE_TIMEOUT_S, Turn
@@ -22,6 +25,8 @@ from blobstore.terms import Terms
 
 COLD, DRAM, SSD, REBUILD, BOTH = WAYS = ("cold", "dram", "ssd", "rebuild", "both")
 """Computed by the engine; from a tier; by another runner from the text; from SSD and so at once."""
+BOTH_UNEVEN = "both_uneven"
+"""As BOTH, where one of the two is three times as fast as the other."""
 
 MAX_TOKENS = 8
 SETTLED_S = 60.0
@@ -76,6 +81,25 @@ class Ways:
                 f"{len(keys)} blobs came by way of {way}, but it was {turn.served}",
             )
         return turn
+
+    def rebuilt_for(self, keys: Keys, readers: int) -> list[float]:
+        """The seconds until each of so many `readers` has what one rebuild makes for all."""
+        self._bring_to(REBUILD, keys)
+        self._recall(_RECALL[REBUILD])
+        began = Barrier(readers)
+
+        def read(kv: Client) -> float:
+            ns = kv.namespace(self._ns.namespace)
+            began.wait(SETTLED_S)
+            started_s = time.perf_counter()
+            with kv.get(ns, keys, timeout_s=RESTORE_TIMEOUT_S) as lease:
+                taken_s = time.perf_counter() - started_s
+                require(len(lease) == len(keys), f"{len(keys)} blobs came back, not {len(lease)}")
+            return taken_s
+
+        with ExitStack() as stack, ThreadPoolExecutor(readers) as threads:
+            clients = [stack.enter_context(self._daemon.client()) for _ in range(readers)]
+            return list(threads.map(read, clients))
 
     def _bring_to(self, way: str, keys: Keys) -> None:
         """Put the blobs of `keys`, and no others that count, where `way` begins."""

@@ -70,7 +70,8 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(disk: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     body = json.loads(done.stdout)
     rows = {row["name"]: row for row in body["rows"]}
-    assert list(rows) == [*(f"engine.{way}" for way in WAYS), "engine.without_reuse"]
+    ways = *WAYS, "both_uneven", "readers", "without_reuse"
+    assert list(rows) == [f"engine.{way}" for way in ways]
     for way in WAYS:
         row = rows[f"engine.{way}"]
         assert row["tokens_equal"]

@@ -50,10 +50,15 @@ for line in sys.stdin:
 
 
 def sample(
-    ttft_s: float, *, way: str = "dram", tokens: tuple[int, ...] = (5, 6), prompt: int = 0
+    ttft_s: float,
+    *,
+    way: str = "dram",
+    tokens: tuple[int, ...] = (5, 6),
+    prompt: int = 0,
+    own_s: float = 0.3,
 ) -> Sample:
     answer = Answer(list(tokens), cached_tokens=1792, first_token_s=ttft_s)
-    return Sample(prompt, way, answer, Answer([5, 6], first_token_s=4.0))
+    return Sample(prompt, way, answer, Answer([5, 6], first_token_s=4.0), own_s)
 
 
 def executable(path: Path, text: str) -> Path:
@@ -84,6 +89,11 @@ class TestRows:
         assert found.ratio == pytest.approx(1.0)
         assert found.of_cold == pytest.approx(0.15)
         assert not found.met
+
+    def test_an_engine_that_computes_faster_is_compared_at_the_pace_of_the_other(self) -> None:
+        ours, theirs = [sample(0.5, own_s=0.4)], [sample(0.4, own_s=0.3)]
+        found = beside_row("vllm.beside", ours, theirs, "the other", 1.0)
+        assert found.ratio == pytest.approx(0.4 * 0.4 / 0.3 / 0.5)
 
     def test_throughput_says_what_it_had_to_reach_and_whether_tokens_were_equal(self) -> None:
         pairs = Pairs((2.0,), (1.98,), (0.99,))
@@ -128,7 +138,7 @@ class TestFindPython:
 
     def test_one_without_vllm_gets_the_line_that_mends_it(self, tmp_path: Path) -> None:
         python = executable(tmp_path / "python", "#!/bin/sh\necho False; echo True; echo 0\n")
-        with pytest.raises(SetupError, match=f"{python} -m pip install vllm kv-blobstore=="):
+        with pytest.raises(SetupError, match=rf"{python} -m pip install vllm \. in a checkout"):
             find_python(python)
 
     def test_another_version_of_the_store_is_refused(self, tmp_path: Path) -> None:
@@ -182,7 +192,7 @@ class TestProcess:
     def test_one_that_hangs_is_ended(self, python: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         hanging = ENGINE.replace("question = json", "sys.stdin.read()\n    question = json")
         with VllmProcess(executable(python, hanging), Path("model"), None) as engine:
-            monkeypatch.setattr(engine_vllm_process, "_REPLY_S", 0.01)
+            monkeypatch.setattr(engine, "_reply_s", 0.01)
             with pytest.raises(EngineDied):
                 engine.ask([[1]], 1)
 
