@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from blobstore.clients.vllm import libraries
-from blobstore.clients.vllm.files import directory_digest
+from blobstore.clients.vllm.files import path_digest
 from blobstore.errors import InvalidRequest
 
 
@@ -41,7 +41,7 @@ class Adapters:
         with self._lock:
             name = self._names.get(key)
             if name is None:
-                digest = directory_digest(_folder(key[1]))
+                digest = path_digest(_folder(key[1]))
                 name = self._names[key] = " ".join((key[0], digest, self._dtype))
         return name
 

@@ -7,7 +7,9 @@ import time
 from collections.abc import Callable
 
 PAUSE_S = 0.25
+"""The first pause: longer than a hiccup of the daemon, and shorter than most prompts compute."""
 PAUSE_MAX_S = 4.0
+"""The longest one: so late is a daemon found that is back, and so often one that is not asked."""
 
 
 class Breaker:

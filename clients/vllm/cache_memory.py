@@ -34,6 +34,7 @@ class BlockRuns:
 
     def __init__(self, placed: Sequence[tuple[int, int]]) -> None:
         self._placed = placed
+        self._indices: dict[tuple[int, int], Tensor] = {}
 
     @cached_property
     def runs(self) -> tuple[Run, ...]:
@@ -44,15 +45,21 @@ class BlockRuns:
             found.append(Run(*members[0], len(members)))
         return tuple(found)
 
-    def indices(self, ratio: int, device: Any) -> tuple[Tensor, Tensor]:
-        """Places and blocks one by one, each made of `ratio` smaller ones."""
-        torch = libraries.torch()
-        found = []
-        for which in (0, 1):
+    def places(self, ratio: int, device: Any) -> Tensor:
+        """Their places one by one, each made of `ratio` smaller ones; on a device, once made."""
+        return self._index(0, ratio, device)
+
+    def blocks(self, ratio: int, device: Any) -> Tensor:
+        """As `places`, of the blocks."""
+        return self._index(1, ratio, device)
+
+    def _index(self, which: int, ratio: int, device: Any) -> Tensor:
+        index = self._indices.get((which, ratio))
+        if index is None:
             starts = (pair[which] * ratio for pair in self._placed)
             numbers = [start + n for start in starts for n in range(ratio)]
-            found.append(torch.tensor(numbers, dtype=torch.int64, device=device))
-        return found[0], found[1]
+            index = self._indices[which, ratio] = _on_device(numbers, device)
+        return index
 
 
 class LayerMemory(Protocol):
@@ -102,6 +109,7 @@ class DeviceMemory:
 
     def __init__(self, tensor: Tensor, n_blocks: int, word: Any) -> None:
         self._ratio = tensor.shape[0] // n_blocks
+        self._device = tensor.device
         self._word = word
         self._blocks = tensor.view(word).transpose(0, 1)
         heads, _, tokens, words = self._blocks.shape
@@ -109,13 +117,13 @@ class DeviceMemory:
 
     def read(self, runs: BlockRuns, into: Tensor) -> None:
         """Copy blocks to their places in a span."""
-        _, blocks = runs.indices(self._ratio, self._blocks.device)  # all places, in order
+        blocks = runs.blocks(self._ratio, self._device)  # to all places, in order
         libraries.torch().index_select(self._blocks, 1, blocks, out=self._span(into))
 
     def write(self, runs: BlockRuns, source: Tensor) -> None:
         """Copy blocks from their places in a span."""
-        places, blocks = runs.indices(self._ratio, self._blocks.device)
-        self._blocks.index_copy_(1, blocks, self._span(source).index_select(1, places))
+        wanted = self._span(source).index_select(1, runs.places(self._ratio, self._device))
+        self._blocks.index_copy_(1, runs.blocks(self._ratio, self._device), wanted)
 
     def _span(self, span: Tensor) -> Tensor:
         return span.view(self._word).view(self._shape)
@@ -149,6 +157,15 @@ def checked_bytes(layer: Layer, tensor: Tensor, n_blocks: int) -> Tensor:
         )
     _check_apart(found, tensor)
     return tensor.view(libraries.torch().uint8)
+
+
+def _on_device(numbers: Sequence[int], device: Any) -> Tensor:
+    """An index there. To CUDA its copy is enqueued: another one would wait for all work before."""
+    torch = libraries.torch()
+    if device.type != "cuda":
+        return torch.tensor(numbers, dtype=torch.int64, device=device)
+    pinned = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+    return pinned.to(device, non_blocking=True)
 
 
 def _check_apart(found: str, tensor: Tensor) -> None:

@@ -6,9 +6,10 @@ The only module here, beside those of metrics and the tier, that imports vLLM.
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from vllm.distributed import kv_transfer
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
 
 from blobstore.clients.vllm import daemon
@@ -26,7 +27,7 @@ from blobstore.errors import InvalidRequest
 log = logging.getLogger("blobstore.clients.vllm")
 
 CLOSE_S = 5.0
-"""How long a stopping engine waits until its saves are sealed."""
+"""How long a stopping engine waits until its saves are sealed: as long as vLLM for its workers."""
 
 
 @dataclass
@@ -37,15 +38,27 @@ class BlobStoreMetadata(base.KVConnectorMetadata):
 
 
 @dataclass
+class BlobStoreHandshake(base.KVConnectorHandshakeMetadata):
+    """How a rank's caches pack blocks, by its number, as it travels to the scheduler."""
+
+    packing: dict[int, str]
+
+
+@dataclass
 class BlobStoreWorkerMetadata(base.KVConnectorWorkerMetadata):
-    """What workers could not do, as it travels to the scheduler."""
+    """What workers could not do, as it travels to the scheduler.
+
+    With it goes how they pack blocks, if no handshake has said that.
+    """
 
     outcomes: Outcomes
+    packing: dict[int, str] = field(default_factory=dict)
 
     def aggregate(self, other: base.KVConnectorWorkerMetadata) -> base.KVConnectorWorkerMetadata:
         """Of two ranks."""
         assert isinstance(other, BlobStoreWorkerMetadata)
         self.outcomes.merge(other.outcomes)
+        self.packing.update(other.packing)
         return self
 
 
@@ -59,13 +72,10 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def __init__(self, vllm_config: Any, role: base.KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._options = Options.of(self._kv_transfer_config.kv_connector_extra_config)
-        if self._options.layerwise and getattr(vllm_config.parallel_config, "use_ubatching", False):
-            raise InvalidRequest(
-                "layerwise does not go with micro-batches (enable_dbo, ubatch_size), which compute "
-                "each layer in portions: leave one of them out"
-            )
+        _check_micro_batches(vllm_config, self._options)
         self._identity = identify(vllm_config, kv_cache_config, self._options)
         self._recorder = Recorder()
+        self._unsaid: dict[int, str] = {}
         self._closed = False
         self._daemon = daemon.borrow(self._options.address)
         self._scheduler: SchedulerSide | None = None
@@ -123,6 +133,7 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         """What the workers did in a step."""
         told = getattr(connector_output, "kv_connector_worker_meta", None)
         if isinstance(told, BlobStoreWorkerMetadata):
+            self._identity.hear(told.packing)
             self._for_scheduler.heard(told.outcomes)
 
     def request_finished(
@@ -142,13 +153,37 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
     def reset_cache(self) -> bool:
         """Find nothing any more of what was stored before: the weights may have changed."""
         self._for_scheduler.start_anew()
+        log.warning(
+            "the prefix cache was reset with its connector, as vLLM also does when it sleeps, when "
+            "it pauses and clears its cache, and when it releases the cache's memory: until it is "
+            "restarted, this engine finds nothing that was stored before, and shares nothing"
+        )
         return True
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """What ranks said before the first step; inside a MultiConnector also others' words."""
+        for said in metadata.values():
+            if isinstance(said, BlobStoreHandshake):
+                self._identity.hear(said.packing)
 
     # What a worker calls.
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """These are the cache's tensors. Raises InvalidRequest for an unknown layout."""
         self._for_worker.register(self._kv_cache_config, kv_caches)
+        self._unsaid = self._identity.packing(kv_caches)
+
+    def get_handshake_metadata(self) -> BlobStoreHandshake | None:
+        """How this rank packs blocks.
+
+        A MultiConnector hands what one of its connectors says to all, and some of them fail
+        on it: there the first step's outcomes take it along.
+        """
+        among_others = (
+            kv_transfer.has_kv_transfer_group() and kv_transfer.get_kv_transfer_group() is not self
+        )
+        packing = {} if among_others else self._take_unsaid()
+        return BlobStoreHandshake(packing) if packing else None
 
     def bind_connector_metadata(self, connector_metadata: base.KVConnectorMetadata) -> None:
         """A step begins."""
@@ -170,7 +205,7 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
             self._for_worker.layer(layer_name)
 
     def wait_for_save(self) -> None:
-        """The step has run: copy what it made whole, before another one changes it."""
+        """The step has run, or raised: copy what it made whole, before another one changes it."""
         self._for_worker.finish()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> base.KVConnectorTransferResults:
@@ -180,8 +215,10 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
 
     def build_connector_worker_meta(self) -> BlobStoreWorkerMetadata | None:
         """What the scheduler should know of."""
-        outcomes = self._for_worker.take_outcomes()
-        return BlobStoreWorkerMetadata(outcomes) if outcomes else None
+        outcomes, packing = self._for_worker.take_outcomes(), self._take_unsaid()
+        if outcomes is None and not packing:
+            return None
+        return BlobStoreWorkerMetadata(outcomes or Outcomes(), packing)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -232,6 +269,11 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         assert self._worker is not None
         return self._worker
 
+    def _take_unsaid(self) -> dict[int, str]:
+        """How this rank packs blocks, if the scheduler's half has not been told yet."""
+        unsaid, self._unsaid = self._unsaid, {}
+        return unsaid
+
     def _warn_of_policy(self) -> None:
         policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute")
         if policy != "recompute":
@@ -241,3 +283,20 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
                 '"kv_connector", and it is computed instead',
                 policy,
             )
+
+
+def _check_micro_batches(vllm_config: Any, options: Options) -> None:
+    """InvalidRequest where nobody would hear of one that failed, or of when a layer is whole."""
+    if not getattr(vllm_config.parallel_config, "use_ubatching", False):
+        return
+    if options.layerwise:
+        raise InvalidRequest(
+            "layerwise does not go with micro-batches (enable_dbo, ubatch_size), which compute "
+            "each layer in portions: leave one of them out"
+        )
+    if not getattr(vllm_config, "use_v2_model_runner", False):
+        raise InvalidRequest(
+            "vLLM's V1 model runner goes on after a micro-batch that failed, whose blocks would be "
+            "stored: leave micro-batches out (enable_dbo, ubatch_size), or use the V2 runner "
+            "(VLLM_USE_V2_MODEL_RUNNER=1)"
+        )

@@ -6,6 +6,7 @@ stream, so that no later step can change them, and cross to the host on another 
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,13 @@ from blobstore.clients.vllm import libraries
 from blobstore.clients.vllm.libraries import Tensor
 from blobstore.clients.vllm.metadata import Blocks
 from blobstore.clients.vllm.pages import Pages
+from blobstore.clients.vllm.room import Room
+
+STAGED_SHARE = 64
+"""One part in so many of a device's memory may hold what waits to cross to the host.
+
+vLLM leaves 8 in 100 to others (gpu_memory_utilization), of which libraries and graphs take most.
+"""
 
 Finish = Callable[[], None]
 """Brings the bytes to their place, where they are not there yet. Not on the engine's thread."""
@@ -45,6 +53,10 @@ class HostCopies(_Copies):
         """What a load must wait for: the engine's work up to now."""
         return None
 
+    def has_room(self, layer: int | None = None) -> bool:
+        """Whether one more blob, or a layer of it, may be copied out: it is, in place."""
+        return True
+
     def out(self, blocks: Blocks, payload: memoryview, layer: int | None = None) -> Finish:
         """Copy a blob out of its blocks, or one layer of it."""
         memory = libraries.torch().frombuffer(payload, dtype=libraries.torch().uint8)
@@ -72,6 +84,9 @@ class DeviceCopies(_Copies):
         with self._cuda.device(pages.device):
             self._saves = self._cuda.Stream()
             self._loads = self._cuda.Stream()
+        memory_bytes = self._cuda.get_device_properties(pages.device).total_memory
+        self.staged = Room(int(memory_bytes) // STAGED_SHARE)
+        """Memory of the device that holds copies which have not crossed to the host yet."""
 
     def fence(self) -> Any:
         """What a load must wait for: the engine's work up to now."""
@@ -79,8 +94,43 @@ class DeviceCopies(_Copies):
         event.record(self._cuda.current_stream(self._pages.device))
         return event
 
+    def has_room(self, layer: int | None = None) -> bool:
+        """Whether one more blob, or a layer of it, may be gathered: if nothing waits, any may."""
+        return not self.staged.held or self.staged.fits(self._staged_bytes(layer))
+
     def out(self, blocks: Blocks, payload: memoryview, layer: int | None = None) -> Finish:
-        """Gather a blob on the engine's stream; what is returned copies it to the host."""
+        """Gather a blob on the engine's stream; what is returned copies it to the host.
+
+        Until that is gone, used or not, it holds some of the device's memory.
+        """
+        nbytes = self._staged_bytes(layer)
+        self.staged.hold(nbytes)
+        try:
+            finish = self._gathered(blocks, payload, layer)
+        except BaseException:
+            self.staged.give_back(nbytes)
+            raise
+        weakref.finalize(finish, self.staged.give_back, nbytes).atexit = False
+        return finish
+
+    def into(self, blocks: Blocks, payload: memoryview, skip: int, fence: Any) -> None:
+        """Copy a blob into its blocks, but for its first `skip` tokens."""
+        memory, device = host_tensor(payload), self._pages.device
+        with self._cuda.device(device), self._cuda.stream(self._loads):
+            self._loads.wait_event(fence)
+            spans = [
+                memory[start:end].to(device, non_blocking=True) for start, end in self._pages.spans
+            ]
+            self._pages.write(blocks, spans, skip)
+            self._loads.synchronize()
+
+    def _staged_bytes(self, layer: int | None) -> int:
+        if layer is None:
+            return self.written_bytes
+        start, end = self._pages.spans[layer]
+        return end - start
+
+    def _gathered(self, blocks: Blocks, payload: memoryview, layer: int | None) -> Finish:
         torch, device = libraries.torch(), self._pages.device
         staged = [
             torch.empty(end - start, dtype=torch.uint8, device=device) if wanted else None
@@ -101,17 +151,6 @@ class DeviceCopies(_Copies):
                 self._saves.synchronize()
 
         return finish
-
-    def into(self, blocks: Blocks, payload: memoryview, skip: int, fence: Any) -> None:
-        """Copy a blob into its blocks, but for its first `skip` tokens."""
-        memory, device = host_tensor(payload), self._pages.device
-        with self._cuda.device(device), self._cuda.stream(self._loads):
-            self._loads.wait_event(fence)
-            spans = [
-                memory[start:end].to(device, non_blocking=True) for start, end in self._pages.spans
-            ]
-            self._pages.write(blocks, spans, skip)
-            self._loads.synchronize()
 
 
 Copies = HostCopies | DeviceCopies

@@ -16,7 +16,9 @@ from blobstore.clients.vllm.late_client import LateClient
 from blobstore.clients.vllm.reasons import DEADLINE, UNAVAILABLE
 
 CONNECT_S = 1.0
+"""A daemon on this machine greets within milliseconds, and within this when cores are busy."""
 PING_S = 0.25
+"""It answers pings whatever its disks do: one that takes longer is frozen."""
 
 
 class Daemon:

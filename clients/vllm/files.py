@@ -15,12 +15,16 @@ from blobstore.errors import InvalidRequest
 from blobstore.units import MIB
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".npz")
+"""What vLLM's loaders and those of adapters read: a folder with none of them is a mistake."""
 _SAYS_MORE = (".json", ".py", ".yaml", ".yml")
 """Configurations, and code that comes with a model."""
 
 _RUN_BYTES = 64 * MIB
+"""Digested by one thread: there are many in a model, so that none is left alone at the end."""
 _READ_BYTES = 4 * MIB
+"""At a time: enough for any disk, and still warm in a core's cache when it is digested."""
 _THREADS = 4
+"""They keep a fast SSD busy, and leave cores to an engine that is starting."""
 
 
 class _Run(NamedTuple):
@@ -29,21 +33,20 @@ class _Run(NamedTuple):
     end: int
 
 
-def directory_digest(directory: Path) -> str:
-    """Of all weights, configurations and code in `directory`, by their relative names.
+def path_digest(path: Path) -> str:
+    """Of a file, or of all weights, configurations and code in a folder, by relative names.
 
-    Reads them once, at several GB/s where they are in the page cache. InvalidRequest if
-    there are no weights; OSError if they cannot be read, or change meanwhile.
+    Reads them once, at several GB/s where they are in the page cache. InvalidRequest for a
+    folder without weights; OSError if they cannot be read, or change meanwhile.
     """
+    return _directory_digest(path) if path.is_dir() else _digest([path], [""])
+
+
+def _directory_digest(directory: Path) -> str:
     paths = sorted(path for path in _files(directory) if path.suffix in (*WEIGHTS, *_SAYS_MORE))
     if not any(path.suffix in WEIGHTS for path in paths):
         raise InvalidRequest(f"{directory} holds no weights ({', '.join(WEIGHTS)})")
     return _digest(paths, [path.relative_to(directory).as_posix() for path in paths])
-
-
-def file_digest(path: Path) -> str:
-    """Of one file; OSError as directory_digest."""
-    return _digest([path], [""])
 
 
 def _files(directory: Path) -> Iterator[Path]:

@@ -2,7 +2,8 @@
 
 A blob holds a fixed number of tokens of all layers, ordered by layer, then KV head,
 then token, so that each tensor-parallel rank owns one run of bytes per layer. All of it
-follows from the configuration, in either role of a connector.
+follows from the configuration, in either role of a connector. How blocks are packed
+inside does not: see `packing`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from math import gcd, lcm
 from typing import Any
 
+from blobstore.clients.vllm import libraries
 from blobstore.clients.vllm.layers import Shape, layer_groups, shape_of
 from blobstore.errors import InvalidRequest
 from blobstore.layout import KVLayout, Part, Shard
@@ -81,14 +83,11 @@ class Geometry:
         return tuple(part.index in numbers for part in self.parts())
 
 
-def geometry_of(
-    vllm_config: Any, kv_cache_config: Any, tokens_per_blob: int, packing: str
-) -> Geometry:
+def geometry_of(vllm_config: Any, kv_cache_config: Any, tokens_per_blob: int) -> Geometry:
     """The geometry of the engine's caches, with blobs of `tokens_per_blob` tokens.
 
-    Or of as many as the largest block takes, if that is more. `packing` tells how
-    a block's inside is laid out, and becomes part of the layout. Raises InvalidRequest
-    naming what cannot be stored.
+    Or of as many as the largest block takes, if that is more. Raises InvalidRequest naming
+    what cannot be stored.
     """
     _check_engine(vllm_config)
     ranks = int(vllm_config.parallel_config.tensor_parallel_size)
@@ -105,7 +104,7 @@ def geometry_of(
     layout = KVLayout(
         layer_groups(layer.shape for layer in layers),
         head_groups=ranks,
-        order=f"layer,head,token;{packing}",
+        order="layer,head,token",
     )
     shard = Shard(int(vllm_config.parallel_config.rank) % ranks, ranks) if ranks > 1 else None
     hash_tokens = _hash_tokens(kv_cache_config, groups)
@@ -124,14 +123,36 @@ def _check_engine(vllm_config: Any) -> None:
         size = int(getattr(parallel, name, 1))
         if size > 1:
             raise InvalidRequest(f"{name}={size}: {meaning} are not stored yet")
+    if int(parallel.tensor_parallel_size) > 1 and _machines(parallel) > 1:
+        raise InvalidRequest(
+            f"tensor_parallel_size={parallel.tensor_parallel_size} on {_machines(parallel)} "
+            "machines: ranks fill blobs together in the memory of one daemon, so all of them have "
+            "to be on one machine"
+        )
     if getattr(model, "is_encoder_decoder", False):
         raise InvalidRequest(f"{model.model} is an encoder-decoder: only decoders are stored")
+    if getattr(model, "is_diffusion", False):
+        raise InvalidRequest(
+            f"{model.model} is a diffusion model: its keys and values depend on what follows them"
+        )
     speculative = vllm_config.speculative_config
     if speculative is not None and speculative.method not in ("ngram", "ngram_gpu", "suffix"):
         raise InvalidRequest(
             f"speculative decoding by {speculative.method!r} keeps a draft model's state in the "
             "cache, which is not stored: 'ngram' and 'suffix' do not"
         )
+
+
+def _machines(parallel: Any) -> int:
+    """On how many machines the ranks of an engine are, as far as its configuration tells."""
+    machines = int(getattr(parallel, "nnodes_within_dp", 1))
+    group = getattr(parallel, "placement_group", None)  # Ray's, once its executor runs
+    if group is None:
+        return machines
+    table = libraries.load("ray.util").placement_group_table(group)
+    # Bundles of nothing but CPUs are not for ranks.
+    ranks = [at for at, bundle in table["bundles"].items() if bundle.keys() - {"CPU"}]
+    return max(machines, len({table["bundles_to_node_id"][at] for at in ranks}))
 
 
 def _stored_groups(kv_cache_config: Any) -> Iterator[tuple[int, list[str], Any]]:

@@ -15,7 +15,8 @@ from typing import Any
 from blobstore.clients.vllm import libraries
 from blobstore.errors import InvalidRequest
 
-_SEED = "PYTHONHASHSEED"
+SEED = "PYTHONHASHSEED"
+"""The variable of the environment from which vLLM derives the first hash, if it is set."""
 
 _UTILS = "v1.core.kv_cache_utils"
 
@@ -36,7 +37,7 @@ class Hashing:
         if found != self.none_hash:
             raise InvalidRequest(
                 f"vLLM's block hashes begin with {_short(found)}, not with "
-                f"{_short(self.none_hash)}: set {_SEED} to the same number for all engines"
+                f"{_short(self.none_hash)}: set {SEED} to the same number for all engines"
             )
 
 
@@ -46,9 +47,30 @@ def hashing_of(cache_config: Any, hash_tokens: int) -> Hashing:
     Raises InvalidRequest with the line that mends it if they begin with random bytes.
     """
     name = str(cache_config.prefix_caching_hash_algo)
-    hash_of = libraries.vllm("utils.hashing").get_hash_fn_by_name(name)
-    none_hash: bytes = hash_of(_seed(name, hash_of))
+    none_hash = none_hash_of(name)
     return Hashing(scheme_of(name, none_hash, hash_tokens), none_hash)
+
+
+def none_hash_of(name: str) -> bytes:
+    """The hash before the first block's, by the algorithm `name`.
+
+    Raises InvalidRequest with the line that mends it if it is random; ImportError or
+    ValueError if vLLM has no such algorithm, or not all that it needs.
+    """
+    hash_of = libraries.vllm("utils.hashing").get_hash_fn_by_name(name)
+    seed = _seed(hash_of)
+    if seed is None:
+        raise random_hashes(f"block hashes by {name!r}")
+    return bytes(hash_of(seed))
+
+
+def random_hashes(what: str) -> InvalidRequest:
+    """The error that `what` begins with random bytes, with the line that mends it."""
+    return InvalidRequest(
+        f"{what} begin with random bytes in every process, so that nothing stored would ever be "
+        f"found again: export {SEED}=0 for every engine, or choose --prefix-caching-hash-algo "
+        "sha256"
+    )
 
 
 def scheme_of(name: str, none_hash: bytes, hash_tokens: int) -> str:
@@ -59,22 +81,13 @@ def scheme_of(name: str, none_hash: bytes, hash_tokens: int) -> str:
     return scheme
 
 
-def _seed(name: str, hash_of: Any) -> str:
-    """From what vLLM derives the constant."""
+def _seed(hash_of: Any) -> str | None:
+    """From what vLLM derives the constant; None if that is random."""
     resolve = getattr(libraries.vllm(_UTILS), "resolve_none_hash_seed", None)
     if resolve is None:  # releases that take random bytes unless told otherwise
-        seed = os.environ.get(_SEED)
-    else:
-        seed = str(resolve(hash_of))
-        if seed != resolve(hash_of):
-            seed = None
-    if seed is None:
-        raise InvalidRequest(
-            f"block hashes by {name!r} begin with random bytes in every process, so that nothing "
-            f"stored would ever be found again: export {_SEED}=0 for every engine, or choose "
-            "--prefix-caching-hash-algo sha256"
-        )
-    return seed
+        return os.environ.get(SEED)
+    seed = str(resolve(hash_of))
+    return seed if seed == resolve(hash_of) else None
 
 
 def _short(found: object) -> str:

@@ -2,20 +2,25 @@
 
 A block hash says which tokens led to a block, and nothing else. All else that its
 bytes depend on is in the namespace: weights, adapter, dtypes, quantisation, parallel
-sizes, the layout of blobs and of blocks, and how the hashes are made.
+sizes, the layout of blobs and of blocks, and how the hashes are made. How blocks are
+packed is seen by the workers alone, once they have made their caches.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.vllm.adapters import Adapters
+from blobstore.clients.vllm.agreement import Agreement
 from blobstore.clients.vllm.geometry import Geometry, Group, geometry_of
 from blobstore.clients.vllm.hashing import Hashing, hashing_of
+from blobstore.clients.vllm.layers import DTYPES
+from blobstore.clients.vllm.libraries import Tensor
 from blobstore.clients.vllm.options import Options
 from blobstore.clients.vllm.packing import packing_of
 from blobstore.clients.vllm.weights import Weights, config_digest, weights_of
@@ -23,8 +28,6 @@ from blobstore.errors import InvalidRequest
 from blobstore.keys import Keys
 from blobstore.layout import Shard
 from blobstore.namespace import Namespace, WriterGroup
-
-_DTYPES = {"torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32"}
 
 
 def identify(vllm_config: Any, kv_cache_config: Any, options: Options) -> Identity:
@@ -38,8 +41,7 @@ def identify(vllm_config: Any, kv_cache_config: Any, options: Options) -> Identi
             "calculate_kv_scales makes the bytes of tokens depend on the first request: use a "
             "checkpoint with scales, or none"
         )
-    packing = packing_of(vllm_config)
-    geometry = geometry_of(vllm_config, kv_cache_config, options.tokens_per_blob, packing)
+    geometry = geometry_of(vllm_config, kv_cache_config, options.tokens_per_blob)
     hashing = hashing_of(vllm_config.cache_config, geometry.hash_tokens)
     weights = weights_of(vllm_config, options.weights_digest)
     return Identity(vllm_config, geometry, hashing, weights, options)
@@ -62,9 +64,15 @@ class Identity:
         self._weights = weights
         self._options = options
         self._adapters = Adapters(getattr(vllm_config, "lora_config", None))
+        self._packing = Agreement(self.ranks)
         self._lock = threading.Lock()
         self._digest = ""
         self._bound = lru_cache(maxsize=256)(self._bind)
+
+    @property
+    def ranks(self) -> int:
+        """Of the engine, which fill blobs together."""
+        return int(self._config.parallel_config.tensor_parallel_size)
 
     @property
     def groups(self) -> tuple[Group, ...]:
@@ -103,11 +111,25 @@ class Identity:
         """What a request's adapter is called, for `bound`; see Adapters.name_of."""
         return self._adapters.name_of(lora_request)
 
+    def packing(self, kv_caches: Mapping[str, Tensor]) -> dict[int, str]:
+        """How this rank's caches pack blocks, by its number: a worker says it to `hear`.
+
+        Raises InvalidRequest if that cannot be told.
+        """
+        names = [layer.name for layer in self.geometry.layers]
+        rank = self.shard.tp_rank if self.shard is not None else 0
+        return {rank: packing_of(self._config, names, kv_caches)}
+
+    def hear(self, packings: Mapping[int, str]) -> None:
+        """What `packing` said in some of the ranks. Without all of them nothing is `bound`."""
+        self._packing.hear(packings)
+
     def bound(self, adapter: str = "") -> BoundNamespace:
         """The namespace of the model with an adapter, and this rank's share of it.
 
         The first call reads all weights, unless their digest is known otherwise. Raises
-        OSError, or InvalidRequest, if they cannot be read.
+        OSError, or InvalidRequest, if they cannot be read; InvalidRequest if ranks pack blocks
+        differently, or have not said how, for which it waits a moment.
         """
         return self._bound(self._namespace(adapter).encode())
 
@@ -129,11 +151,13 @@ class Identity:
 
     def _namespace(self, adapter: str) -> Namespace:
         model = self._config.model_config
+        weights = self._weights_digest()  # may take long: ranks say how they pack meanwhile
+        layout = self.geometry.layout
         return Namespace(
             model=self._weights.model,
-            layout=self.geometry.layout,
+            layout=replace(layout, order=f"{layout.order};{self._packing.agreed()}"),
             revision=self._options.revision or str(getattr(model, "revision", None) or ""),
-            weights_digest=self._weights_digest(),
+            weights_digest=weights,
             dtype=self._dtype(),
             tokens_per_blob=self.blob_tokens,
             adapter=adapter,
@@ -152,8 +176,7 @@ class Identity:
         """In what the engine computes. Ranks add up in another order, so their number counts."""
         model, dtype = self._config.model_config, str(self._config.model_config.dtype)
         cache = getattr(self._config.cache_config, "cache_dtype", "auto")
-        ranks = self._config.parallel_config.tensor_parallel_size
-        words = [_DTYPES.get(dtype, dtype), f"cache={cache}"]
+        words = [DTYPES.get(dtype, dtype), f"cache={cache}"]
         words.append(f"weights={getattr(model, 'quantization', None) or 'plain'}")
-        words.append(f"ranks={ranks}")
+        words.append(f"ranks={self.ranks}")
         return " ".join(words)

@@ -17,7 +17,8 @@ class Lane:
     """Runs jobs in the order in which they were posted, `threads` at a time.
 
     At most `waiting_max` wait; more are refused. A job that raises is logged, and the
-    lane goes on.
+    lane goes on. A ThreadPoolExecutor has no bound, cannot be closed with a deadline, and the
+    interpreter waits for its threads when it exits: a frozen daemon would hold up the engine.
     """
 
     def __init__(self, name: str, *, threads: int = 1, waiting_max: int = 256) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from blobstore.clients.sync import Client
 from blobstore.clients.vllm.breaker import Breaker
+from blobstore.clients.vllm.reasons import UNAVAILABLE
 from blobstore.errors import BlobStoreError
 
 
@@ -24,7 +25,7 @@ class LateClient:
         self._connecting = threading.Lock()
         self._client: Client | None = None
         self._closed = False
-        self.reason = "unavailable"
+        self.reason = UNAVAILABLE
         """Why there was no client when one was last wanted."""
 
     def now(self) -> Client | None:

@@ -20,11 +20,12 @@ _KINDS = {
     "SlidingWindowSpec": "sliding",
 }
 
-_DTYPES = {
+DTYPES = {
     "torch.bfloat16": "bf16", "torch.float16": "fp16", "torch.float32": "fp32",
     "torch.float8_e4m3fn": "fp8_e4m3", "torch.float8_e5m2": "fp8_e5m2",
     "torch.int8": "int8", "torch.uint8": "uint8",
 }  # fmt: skip
+"""What the store calls torch's types of numbers."""
 
 _QUANTISATIONS = ("NONE", "FP8_PER_TENSOR")
 """Those whose scales belong to the weights, or to the bytes themselves."""
@@ -115,11 +116,11 @@ def _check(names: str, spec: Any) -> None:
 
 
 def _dtype(names: str, spec: Any) -> str:
-    dtype = _DTYPES.get(str(spec.dtype))
+    dtype = DTYPES.get(str(spec.dtype))
     if dtype is None:
         raise InvalidRequest(
             f"{names} keep numbers of {spec.dtype}, which are not stored: known are "
-            f"{', '.join(_DTYPES)}"
+            f"{', '.join(DTYPES)}"
         )
     return dtype
 

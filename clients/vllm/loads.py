@@ -21,20 +21,22 @@ from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.lane import Lane
 from blobstore.clients.vllm.metadata import Load
 from blobstore.clients.vllm.place import Place, blocks_at
-from blobstore.clients.vllm.reasons import ABSENT, FAILED, UNAVAILABLE
+from blobstore.clients.vllm.reasons import ABSENT, DEADLINE, FAILED, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
-from blobstore.clients.windows import WINDOW_BYTES, windows
 from blobstore.hint import Hint
 from blobstore.keys import Keys
 
 THREADS = 2
+"""One copies while the other one waits for the daemon; more would take the engine's cores."""
+WINDOW_BYTES = 128 << 20
+"""Leased at once: each window costs a round trip, while nothing is copied."""
 WAITING_MAX = 1 << 16
 """More requests than an engine has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A load that is over: `blobs` leading ones were read, all of them if it is `whole`."""
+    """A load that is over: `blobs` leading ones were read; all of them only if it is `whole`."""
 
     request_id: str
     blobs: int
@@ -42,7 +44,10 @@ class Ended:
 
 
 class Loads:
-    """All loads of a worker. `start` and `take` are called by the engine's thread."""
+    """All loads of a worker. `start` and `take` are called by the engine's thread.
+
+    One that has waited for longer than `timeout_s` when its turn comes is not read at all.
+    """
 
     def __init__(
         self,
@@ -75,10 +80,10 @@ class Loads:
             if not self._faults.guarded(False, self._post, load, copies):
                 self._end(Ended(load.request_id, 0, whole=False))
 
-    def take(self, wait_s: float = 0.0) -> list[Ended]:
-        """Those that ended since the last call; waits for one if some are running."""
+    def take(self, wait_s: float = 0.0, *, anyway: bool = False) -> list[Ended]:
+        """Those that ended since the last call; waits for one if some are running, or `anyway`."""
         with self._changed:
-            if wait_s and self._running and not self._ended:
+            if wait_s and (self._running or anyway) and not self._ended:
                 self._changed.wait(wait_s)
             ended, self._ended = self._ended, []
         return ended
@@ -90,19 +95,25 @@ class Loads:
     def _post(self, load: Load, copies: Copies | None) -> bool:
         if copies is None:
             return False
-        return self._lane.post(partial(self._run, load, copies, copies.fence()))
+        run = _Run(load, copies, copies.fence(), self._clock())
+        return self._lane.post(partial(self._run, run))
 
     # On a thread.
 
-    def _run(self, load: Load, copies: Copies, fence: Any) -> None:
-        run, reason = _Run(load, copies, fence, self._clock()), FAILED
+    def _run(self, run: _Run) -> None:
+        reason = FAILED
         try:
-            reason = self._read(run)
+            reason = self._read(run) if self._in_time(run) else DEADLINE
         except Exception as error:  # whatever it is: the engine computes these tokens itself
             self._faults.note("loads", f"{type(error).__name__}: {error}")
         finally:
             self._faults.guarded(None, self._count, run, reason)
-            self._end(Ended(load.request_id, run.done, whole=not reason))
+            self._end(run.ended(reason))
+
+    def _in_time(self, run: _Run) -> bool:
+        """Whether a load is begun soon enough: the engine could have computed it meanwhile."""
+        run.began_s = self._clock()
+        return run.began_s <= run.posted_s + self._timeout_s
 
     def _count(self, run: _Run, reason: str) -> None:
         if reason:
@@ -121,7 +132,7 @@ class Loads:
             return ABSENT
         ns = self._place.bound_of(run.load.namespace)
         hint = Hint.from_dict(run.load.hint)
-        step = len(windows([self._place.blob_bytes] * len(keys), 4 * WINDOW_BYTES)[0])
+        step = max(1, WINDOW_BYTES // self._place.blob_bytes)
         while run.done < len(keys):
             client = self._daemon.reach()
             if client is None:
@@ -134,12 +145,13 @@ class Loads:
         return ""
 
     def _window(self, run: _Run, client: Client, ns: BoundNamespace, keys: Keys, hint: Hint) -> str:
-        """Read some of `keys`; why it ends where it does."""
-        stream = run.load.stream
+        """Read some of `keys`, by one deadline for all of them; why it ends where it does."""
+        stream, deadline_s = run.load.stream, self._clock() + self._timeout_s
         lease = client.get(ns, keys, hint=hint, timeout_s=self._timeout_s, stream=stream)
         with lease:
             for number in range(len(lease)):
-                if stream and not lease.wait(number, timeout_s=self._timeout_s):
+                left_s = max(0.0, deadline_s - self._clock())
+                if stream and not lease.wait(number, timeout_s=left_s):
                     break
                 self._copy(run, lease, number)
         return lease.reason
@@ -164,5 +176,13 @@ class _Run:
     load: Load
     copies: Copies
     fence: Any
-    began_s: float
+    posted_s: float
+    began_s: float = 0.0
     done: int = 0
+
+    def ended(self, reason: str) -> Ended:
+        """How it ended. One that failed is told short of its end: else it would be asked again."""
+        blobs = self.done
+        if reason:
+            blobs = min(blobs, max(0, len(self.load.keys) // self.load.key_bytes - 1))
+        return Ended(self.load.request_id, blobs, whole=not reason)

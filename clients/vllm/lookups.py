@@ -15,23 +15,29 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
+
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.hit import Hit
 from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.lane import Lane
 from blobstore.clients.vllm.options import Options
-from blobstore.clients.vllm.reasons import DEADLINE, FAILED, UNAVAILABLE, UNNAMED
+from blobstore.clients.vllm.reasons import BUSY, DEADLINE, FAILED, UNAVAILABLE, UNNAMED
 from blobstore.errors import BlobStoreError
 from blobstore.hint import Hint
 from blobstore.keys import Keys
 
 PATIENCE_S = 0.002
 """How long one step of the scheduler waits for answers, all of its requests together."""
+IDLE_PATIENCE_S = 0.02
+"""The same after a step that computed nothing: nobody is held up, and another step costs more."""
 POLL_S = 0.005
 """Between two questions about what is on its way from SSD."""
 FRESH_S = 1.0
 """For so long an answer is good enough to be used."""
+WAITING_MAX = 1024
+"""Questions that wait for the thread; further ones are misses."""
 SLOW_FACTOR = 2.0
 """How much longer than its estimate a load from SSD may take before it is waited for elsewhere."""
 
@@ -55,12 +61,13 @@ class Namespaces(Protocol):
 class Lookup:
     """One request's question, its answer once there is one, and when they were made.
 
-    The thread writes `hit` and `ns` until `done`; the rest is the scheduler's.
+    The thread writes `ns`, `answer`, `answered_s` and `prefetched`, until `done`; all else is
+    the scheduler's.
     """
 
     __slots__ = (
-        "answered_s", "asked_s", "cold_since_s", "done", "first_s", "hint", "hit", "keys", "lora",
-        "ns", "settled", "waited_s",
+        "answer", "answered_s", "asked_s", "cold_since_s", "done", "first_s", "hint", "hit", "keys",
+        "lora", "needed", "ns", "prefetched", "seen", "settled", "waited_s", "warm_at_first",
     )  # fmt: skip
 
     def __init__(self, lora: Any, hint: Hint, now_s: float) -> None:
@@ -68,8 +75,16 @@ class Lookup:
         self.hint = hint
         self.keys = Keys(b"")
         self.ns: BoundNamespace | None = None
-        self.hit = Hit(0, 0)
+        self.needed = range(0)
+        """The blobs that the engine lacks and could load."""
+        self.answer = self.hit = Hit(0, 0)
+        """What the store said last, and what the scheduler goes by."""
+        self.warm_at_first = 0
+        """Leading blobs that were in DRAM before any was brought up for this request."""
+        self.prefetched = range(0)
         self.done = threading.Event()
+        self.seen = False
+        """Whether the scheduler has looked at the last answer."""
         self.first_s = self.asked_s = now_s
         self.answered_s = float("-inf")
         self.cold_since_s: float | None = None
@@ -80,7 +95,7 @@ class Lookup:
 
     def doubt(self) -> None:
         """What it says has proved wrong: ask again before it is used."""
-        self.answered_s = float("-inf")
+        self.answered_s, self.seen = float("-inf"), True
 
 
 class Lookups:
@@ -99,8 +114,8 @@ class Lookups:
         self._options = options
         self._faults = faults
         self._clock = clock
-        self._lane = Lane("lookups", waiting_max=1024)
-        self._patience_s = PATIENCE_S
+        self._lane = Lane("lookups", waiting_max=WAITING_MAX)
+        self._patience_s = IDLE_PATIENCE_S
         self._checked = False
         self._generation = ""
         self._lane.post(self._prepare)
@@ -110,24 +125,25 @@ class Lookups:
         """Whether the daemon is there, as far as is known."""
         return self._daemon.usable
 
-    def begin(self, lora: Any, block_hashes: Sequence[bytes], hint: Hint) -> Lookup:
-        """Ask for the first time."""
+    def begin(self, lora: Any, block_hashes: Sequence[bytes], hint: Hint, needed: range) -> Lookup:
+        """Ask for the first time; the engine could load the blobs `needed`, if they are held."""
         lookup = Lookup(lora, hint, self._clock())
-        self._ask(lookup, block_hashes)
+        self._ask(lookup, block_hashes, needed)
         return lookup
 
-    def settled(self, lookup: Lookup, block_hashes: Sequence[bytes]) -> bool:
+    def settled(self, lookup: Lookup, block_hashes: Sequence[bytes], needed: range) -> bool:
         """Whether `lookup.hit` is to be used; else look again in the next step.
 
-        `block_hashes` are those of the request now, in case it must be asked again.
+        At once where nothing is needed: the answer then only tells what need not be saved.
+        `block_hashes` and `needed` are those of the request now, in case it must be asked again.
         """
-        settled = self._settled(lookup, block_hashes)
+        settled = self._settled(lookup, block_hashes, needed)
         lookup.waited_s = self._clock() - lookup.first_s
         return settled
 
-    def next_step(self) -> None:
-        """The scheduler begins another step."""
-        self._patience_s = PATIENCE_S
+    def next_step(self, *, idle: bool = False) -> None:
+        """The scheduler begins another step; `idle` if the engine computes nothing meanwhile."""
+        self._patience_s = IDLE_PATIENCE_S if idle else PATIENCE_S
 
     def tell(self, lookup: Lookup, block_hashes: Sequence[bytes], finish: str) -> None:
         """Let the store know why the model stopped with these tokens; one-way."""
@@ -143,29 +159,40 @@ class Lookups:
         """Ask no more."""
         self._lane.close(timeout_s)
 
-    def _settled(self, lookup: Lookup, block_hashes: Sequence[bytes]) -> bool:
-        now_s = self._clock()
+    def _settled(self, lookup: Lookup, block_hashes: Sequence[bytes], needed: range) -> bool:
         if not self._daemon.usable:
             lookup.hit = Hit(0, 0, reason=UNAVAILABLE)
             return True
-        if lookup.done.is_set() and now_s - lookup.answered_s > self._again_s(lookup):
-            self._ask(lookup, block_hashes)
-        if not self._awaited(lookup):
-            if now_s < lookup.asked_s + self._options.lookup_timeout_s:
-                return False
-            lookup.hit = Hit(0, 0, reason=DEADLINE)  # the thread makes another one, if it comes
+        if self._is_stale(lookup):
+            self._ask(lookup, block_hashes, needed)
+        if not needed:
             return True
+        if not self._awaited(lookup):
+            return self._given_up(lookup)
+        if not lookup.seen and lookup.cold_since_s is None:
+            lookup.warm_at_first = lookup.answer.warm
+        lookup.seen, lookup.hit, lookup.needed = True, lookup.answer, needed
         return not self._worth_waiting(lookup)
 
-    def _again_s(self, lookup: Lookup) -> float:
-        return FRESH_S if lookup.cold_since_s is None else POLL_S
+    def _is_stale(self, lookup: Lookup) -> bool:
+        """Whether there is an answer that was looked at before, too long ago.
 
-    def _ask(self, lookup: Lookup, block_hashes: Sequence[bytes]) -> None:
+        One that came since is taken however long the step was: or else a request could ask
+        in every step and never have an answer in the same one.
+        """
+        good_s = FRESH_S if lookup.cold_since_s is None else POLL_S
+        old = self._clock() - lookup.answered_s > good_s
+        return lookup.done.is_set() and lookup.seen and old
+
+    def _ask(self, lookup: Lookup, block_hashes: Sequence[bytes], needed: range) -> None:
         lookup.asked_s = self._clock()
         lookup.keys = self._namespaces.keys(block_hashes)
+        lookup.needed, lookup.seen = needed, False
         lookup.done.clear()
-        if not self._daemon.usable or not self._lane.post(partial(self._answer, lookup)):
+        if not self._daemon.usable:
             self._conclude(lookup, Hit(0, 0, reason=UNAVAILABLE))
+        elif not self._lane.post(partial(self._answer, lookup)):
+            self._conclude(lookup, Hit(0, 0, reason=BUSY))
 
     def _awaited(self, lookup: Lookup) -> bool:
         """Whether there is an answer, with what is left of this step's patience."""
@@ -175,10 +202,19 @@ class Lookups:
             self._patience_s -= self._clock() - before_s
         return lookup.done.is_set()
 
+    def _given_up(self, lookup: Lookup) -> bool:
+        """Whether the answer is waited for no longer: the last one is used, if there was one."""
+        if lookup.cold_since_s is not None and not self._worth_waiting(lookup):
+            return True
+        if self._clock() < lookup.asked_s + self._options.lookup_timeout_s:
+            return False
+        lookup.hit = Hit(0, 0, reason=DEADLINE)
+        return True
+
     def _worth_waiting(self, lookup: Lookup) -> bool:
-        """Whether what was found is on SSD, and may soon be in DRAM."""
+        """Whether what was found, and the engine lacks, is on SSD and may soon be in DRAM."""
         hit = lookup.hit
-        if hit.warm >= hit.blobs:
+        if not _on_ssd(hit, lookup.needed):
             lookup.cold_since_s = None
             return False
         now_s = self._clock()
@@ -188,7 +224,7 @@ class Lookups:
         return now_s < lookup.cold_since_s + patience_s
 
     def _conclude(self, lookup: Lookup, hit: Hit) -> None:
-        lookup.hit = hit
+        lookup.answer = hit
         lookup.answered_s = self._clock()
         lookup.done.set()
 
@@ -235,9 +271,18 @@ class Lookups:
         client = self._daemon.reach()
         if client is None:
             return Hit(0, 0, reason=UNAVAILABLE)
-        hit = client.match(ns, keys, hint=lookup.hint, timeout_s=self._options.lookup_timeout_s)
-        if hit.warm < hit.blobs and lookup.cold_since_s is None:
-            client.prefetch(ns, keys[: hit.blobs], timeout_s=self._options.lookup_timeout_s)
+        timeout_s = self._options.lookup_timeout_s
+        hit = client.match(ns, keys, hint=lookup.hint, timeout_s=timeout_s)
+        needed = lookup.needed
+        if hit.warm < needed.start < min(hit.blobs, needed.stop):  # DRAM lacks what the engine has
+            held = client.match(ns, keys[needed.start : hit.blobs], timeout_s=timeout_s)
+            hit = msgspec.structs.replace(hit, warm=needed.start + held.warm, eta_s=held.eta_s)
+        cold = _on_ssd(hit, needed)
+        if cold and not (
+            cold.start >= lookup.prefetched.start and cold.stop <= lookup.prefetched.stop
+        ):
+            client.prefetch(ns, keys[cold.start : cold.stop], timeout_s=timeout_s)
+            lookup.prefetched = cold
         self._daemon.note(hit.reason)
         return hit
 
@@ -246,3 +291,8 @@ class Lookups:
         if client is not None:
             told, timeout_s = Hint(finish=finish).over(hint), self._options.lookup_timeout_s
             self._daemon.note(client.match(ns, keys, hint=told, timeout_s=timeout_s).reason)
+
+
+def _on_ssd(hit: Hit, needed: range) -> range:
+    """Of the blobs that were found and are needed, those that have yet to come to DRAM."""
+    return range(max(hit.warm, needed.start), min(hit.blobs, needed.stop))

@@ -52,11 +52,15 @@ class Save:
 
 @dataclass(slots=True)
 class StepPlan:
-    """All for one step of the engine; an `idle` one computes nothing."""
+    """All for one step of the engine; an `idle` one computes nothing.
+
+    `waiting`: some request waits for the store's answer, or for what comes from its SSD.
+    """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False
+    waiting: bool = False
 
 
 @dataclass(slots=True)

@@ -61,6 +61,7 @@ class Options:
 
 
 _SECONDS_MAX = 600.0
+"""Ten minutes: who asks an engine has given up by then, so more is a mistake in the unit."""
 
 
 def checked(given: Mapping[str, Any], known: type) -> dict[str, Any]:

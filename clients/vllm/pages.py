@@ -35,8 +35,6 @@ class Pages:
         self._n_blocks = int(kv_cache_config.num_blocks)
         tensors = [self._checked(layer, kv_caches) for layer in self._layers]
         self.device = tensors[0].device
-        self.nbytes = geometry.layout.nbytes(geometry.blob_tokens)
-        """Of a whole blob."""
         self.spans = tuple((part.offset, part.offset + part.nbytes) for part in parts)
         """This rank's bytes of a payload, one run per layer."""
         self.written = geometry.written()
@@ -55,10 +53,6 @@ class Pages:
             if target is not None:
                 self._read(at, runs, target)
 
-    def read_layer(self, index: int, blocks: Sequence[Sequence[int]], into: Tensor) -> None:
-        """As `read`, of one span."""
-        self._read(index, self._runs(blocks, 0, reading=True), into)
-
     def write(
         self, blocks: Sequence[Sequence[int]], source: Sequence[Tensor], first_token: int = 0
     ) -> None:
@@ -70,12 +64,6 @@ class Pages:
         runs = self._runs(blocks, first_token, reading=False)
         for at, span in enumerate(source):
             self._write(at, runs, span)
-
-    def write_layer(
-        self, index: int, blocks: Sequence[Sequence[int]], source: Tensor, first_token: int = 0
-    ) -> None:
-        """As `write`, of one span."""
-        self._write(index, self._runs(blocks, first_token, reading=False), source)
 
     def _read(self, index: int, runs: Sequence[BlockRuns], into: Tensor) -> None:
         self._check_span(index, into)

@@ -51,7 +51,12 @@ METRICS: Mapping[str, Metric] = {
 
 
 class Recorder:
-    """Counts, from any thread. Ranks that load or save the same tokens: one tells of them."""
+    """Counts, from any thread.
+
+    Of ranks that load or save the same tokens the first one tells of tokens, misses and blobs
+    that were not saved; all tell of bytes and durations. What fails at another rank only is
+    in that rank's log, not here.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -12,8 +12,10 @@ from blobstore.errors import InvalidRequest
 from blobstore.hint import Hint
 
 TTL_MAX_S = 30 * 86400.0
+"""A month: a daemon pins for no longer."""
 
 _SESSIONS_MAX = 1 << 16
+"""Whose turns are counted: more than are in use at once, some MB."""
 
 
 def check_retention(retention: object) -> None:

@@ -12,6 +12,7 @@ class RequestState:
     """A request of the engine, and how far it is stored and may be loaded."""
 
     __slots__ = (
+        "failed_at",
         "failed_saves",
         "limit",
         "lookup",
@@ -36,6 +37,8 @@ class RequestState:
         """The tokens that were promised last."""
         self.saving = not params.no_store
         self.preemptions = 0
+        self.failed_at = -1
         self.failed_saves = 0
+        """At blob number `failed_at`."""
         self.saves_from_s = 0.0
         """Until then nothing is tried again."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,8 @@ from blobstore.clients.vllm.metadata import Save
 from blobstore.clients.vllm.place import SavePlace, blocks_at
 from blobstore.clients.vllm.reasons import BUSY, FAILED, LATE, ORPHAN, UNAVAILABLE
 from blobstore.clients.vllm.recorder import Recorder
-from blobstore.clients.vllm.saving import Saving
+from blobstore.clients.vllm.room import Room
+from blobstore.clients.vllm.saving import Refusal, Saving
 from blobstore.errors import BlobStoreError
 from blobstore.hint import Hint
 from blobstore.keys import Keys
@@ -35,12 +36,14 @@ PATIENCE_S = 0.005
 RESERVE_S = 0.5
 """How long a reservation may wait for room: longer than that, few steps last."""
 SEALING_MAX = 64
-"""Saves whose seals are under way; more are left out."""
+"""Saves whose seals are under way; more are left out: the daemon is many steps behind."""
 ASIDE_BYTES_MAX = 256 << 20
-"""Of blobs that were computed before their memory came."""
+"""Of blobs that were computed before their memory came: some steps' worth, of the host's memory."""
 
 _PASSING = (UNAVAILABLE, LATE, BUSY, ORPHAN, FAILED)
 """Reasons that are said elsewhere, or are over by the next step."""
+_UNWRITTEN = "unwritten"
+"""The daemon's word for a blob whose memory was not touched."""
 
 
 class Saves:
@@ -67,9 +70,10 @@ class Saves:
         self._reserving = Lane("reserve", waiting_max=SEALING_MAX)
         self._sealing = Lane("seal", waiting_max=SEALING_MAX)
         self._step: list[Saving] = []
+        self._stopped = False
+        self._aside = Room(ASIDE_BYTES_MAX)
         self._lock = threading.Lock()
         self._unsaved: dict[str, int] = {}
-        self._aside_bytes = 0
 
     def prepare(self) -> None:
         """Connect, so that the first save need not wait for it."""
@@ -80,12 +84,14 @@ class Saves:
         self.abandon()
         for save in saves:
             saving = Saving(save)
-            if not self._daemon.usable:
-                self._missed(saving, UNAVAILABLE)
+            if self._stopped:
+                self._missed(saving, saving.whole(FAILED))
+            elif not self._daemon.usable:
+                self._missed(saving, saving.whole(UNAVAILABLE))
             elif self._reserving.post(partial(self._reserve, saving)):
                 self._step.append(saving)
             else:
-                self._missed(saving, BUSY)
+                self._missed(saving, saving.whole(BUSY))
 
     def layer(self, copies: Copies, layer: int, part: int | None) -> None:
         """The step has computed layer number `layer`: copy it now, for who follows the blobs.
@@ -99,47 +105,33 @@ class Saves:
                 saving.layers = -1  # it was computed in portions: none of them was the whole
             if writer is None or saving.layers != layer:
                 continue
-            saving.layers += 1
-            if part is None:
-                continue
-            try:
-                self._copy(saving, writer, copies, layer)
-            except Exception:  # the end of the step tries again, and says what it was
-                saving.layers = -1
-                continue
-            self._sealing.post(partial(self._seal_layer, saving, writer, part))
+            copied = part is None or self._copy_layer(saving, writer, copies, layer, part)
+            saving.layers = layer + 1 if copied else -1
 
     def finish(self, copies: Copies) -> None:
         """The step has run: copy its blobs, and have them sealed."""
-        step, self._step = self._step, []
         deadline_s = self._clock() + PATIENCE_S
-        for saving in step:
+        while self._step:
+            saving = self._step[0]  # until it is seen to: what is interrupted here is abandoned
             saving.computed_s = self._clock()
             ready = saving.wait(max(0.0, deadline_s - saving.computed_s))
-            if not ready and self._set_aside(saving, copies):
-                continue
-            writer = saving.take()
-            if writer is None:
-                self._missed(saving, saving.reason or LATE)
-                continue
-            try:
-                if saving.layers != copies.layers:
-                    self._copy(saving, writer, copies)
-            except Exception as error:  # whatever it is: nothing is saved, and the engine goes on
-                writer.abort()
-                self._broken(saving, error)
-                continue
-            if not self._sealing.post(partial(self._seal, saving, writer, copies.written_bytes)):
-                writer.abort()
-                self._missed(saving, BUSY)
+            if ready or not self._set_aside(saving, copies):
+                self._finish(saving, copies)
+            self._step.pop(0)
 
     def abandon(self) -> None:
-        """The step that began will not be finished."""
+        """The step that began will not be finished: nothing of it is stored.
+
+        What earlier steps made whole is, also what is set aside still.
+        """
         step, self._step = self._step, []
         for saving in step:
-            writer = saving.take()
-            if writer is not None:
-                writer.abort()
+            saving.give_up()
+
+    def stop(self) -> None:
+        """As `abandon`, and from now on nothing is saved: what is computed may be wrong."""
+        self._stopped = True
+        self.abandon()
 
     def take_unsaved(self) -> dict[str, int]:
         """Requests of which blobs were not saved since the last call: the first such blob."""
@@ -155,46 +147,78 @@ class Saves:
         self._sealing.close(timeout_s)
         self._reserving.close(max(0.0, deadline_s - self._clock()))
 
+    def _copy_layer(
+        self, saving: Saving, writer: Writer, copies: Copies, layer: int, part: int
+    ) -> bool:
+        """Whether a layer is copied, or will be; if not, the end of the step tries again."""
+        try:
+            if self._copy(saving, writer, copies, layer) is not None:
+                return False
+        except Exception:  # the end of the step says what it was, if it still is
+            return False
+        self._sealing.post(partial(self._seal_layer, saving, writer, part))
+        return True
+
+    def _finish(self, saving: Saving, copies: Copies) -> None:
+        writer = saving.take()
+        if writer is None:
+            self._missed(saving, saving.refusal or saving.whole(LATE))
+            return
+        try:
+            if saving.layers != copies.layers:
+                saving.cut = self._copy(saving, writer, copies)
+        except Exception as error:  # whatever it is: nothing is saved, and the engine goes on
+            saving.give_up()
+            self._broken(saving, saving.whole(FAILED), _told(error))
+            return
+        if not self._sealing.post(partial(self._seal, saving, writer, copies.written_bytes)):
+            saving.give_up()
+            self._missed(saving, saving.whole(BUSY))
+
     def _copy(
         self, saving: Saving, writer: Writer, copies: Copies, layer: int | None = None
-    ) -> None:
-        for number, reason in enumerate(writer.reasons):
-            if not reason:  # else it is held, or refused
-                blocks = blocks_at(self._place, saving.save.blocks, number)
-                saving.finishes.append(copies.out(blocks, writer[number], layer))
+    ) -> int | None:
+        """Copy the blobs to be written, or a layer of them; the number of the first without room.
+
+        Memory of those without room is not touched: so the store refuses them when it is sealed.
+        """
+        for number in _lent(writer):
+            if not copies.has_room(layer):
+                return number
+            blocks = blocks_at(self._place, saving.save.blocks, number)
+            saving.add(copies.out(blocks, writer[number], layer))
+        return None
 
     def _set_aside(self, saving: Saving, copies: Copies) -> bool:
         """Copy what has no memory in the store yet to some of ours; whether that is seen to.
 
         There may be no later step that could save the end of a request once more.
         """
-        blobs = len(saving.save.keys) // saving.save.key_bytes
-        nbytes = blobs * self._place.blob_bytes
-        with self._lock:
-            if self._aside_bytes + nbytes > ASIDE_BYTES_MAX:
-                return False
-            self._aside_bytes += nbytes
+        nbytes = saving.blobs * self._place.blob_bytes
+        if not self._aside.fits(nbytes):
+            return False
+        self._aside.hold(nbytes)
+        aside: list[memoryview] = []
         try:
-            aside = []
-            for number in range(blobs):
-                aside.append(np.empty(self._place.blob_bytes, np.uint8).data)
-                blocks = blocks_at(self._place, saving.save.blocks, number)
-                saving.finishes.append(copies.out(blocks, aside[number]))
+            while len(aside) < saving.blobs and copies.has_room():
+                payload = np.empty(self._place.blob_bytes, np.uint8).data
+                blocks = blocks_at(self._place, saving.save.blocks, len(aside))
+                saving.add(copies.out(blocks, payload))
+                aside.append(payload)
         except Exception as error:  # whatever it is: nothing is saved, and the engine goes on
-            self._give_up(saving, nbytes)
-            self._broken(saving, error)
+            self._leave_aside(saving, nbytes)
+            self._broken(saving, saving.whole(FAILED), _told(error))
             return True
-        if not self._sealing.post(partial(self._seal_aside, saving, aside, copies)):
-            self._give_up(saving, nbytes)
-            self._missed(saving, BUSY)
+        if len(aside) < saving.blobs:
+            saving.cut = len(aside)
+        if not self._sealing.post(partial(self._seal_aside, saving, aside, nbytes, copies)):
+            self._leave_aside(saving, nbytes)
+            self._missed(saving, saving.whole(BUSY))
         return True
 
-    def _give_up(self, saving: Saving, aside_bytes: int) -> None:
-        writer = saving.take()
-        if writer is not None:
-            writer.abort()
-        with self._lock:
-            self._aside_bytes -= aside_bytes
+    def _leave_aside(self, saving: Saving, nbytes: int) -> None:
+        saving.give_up()
+        self._aside.give_back(nbytes)
 
     # On the threads.
 
@@ -202,13 +226,14 @@ class Saves:
         self._daemon.reach()
 
     def _reserve(self, saving: Saving) -> None:
-        saving.put(*self._faults.guarded((None, FAILED), self._reserved, saving))
+        failed = None, saving.whole(FAILED)
+        saving.put(*self._faults.guarded(failed, self._reserved, saving))
 
-    def _reserved(self, saving: Saving) -> tuple[Writer | None, str]:
+    def _reserved(self, saving: Saving) -> tuple[Writer | None, Refusal | None]:
         """A writer, or why there is none."""
         client = None if saving.given_up else self._daemon.reach()
         if client is None:
-            return None, LATE if saving.given_up else UNAVAILABLE
+            return None, saving.whole(LATE if saving.given_up else UNAVAILABLE)
         save = saving.save
         writer = client.put(
             self._place.bound_of(save.namespace),
@@ -219,65 +244,80 @@ class Saves:
             group=self._place.writer_group,
             timeout_s=min(RESERVE_S, self._timeout_s),
         )
-        refused = _refusal(writer)
-        if refused and "" not in writer.reasons:
-            self._daemon.note(refused)
+        first, refusal = next(_lent(writer), None), _refusal(writer)
+        if refusal is not None and first is None:
+            self._daemon.note(refusal.reason)
             writer.abort()
-            return None, refused
-        for number, reason in enumerate(writer.reasons):
-            if not reason:
-                writer[number]  # maps the arena if need be: not in the engine's time
-        return writer, ""
+            return None, refusal
+        if first is not None:
+            writer[first]  # maps the arena if need be: not in the engine's time
+        return writer, None
 
     def _seal_layer(self, saving: Saving, writer: Writer, part: int) -> None:
-        saving.bring()
+        try:
+            saving.bring()
+        except Exception:  # nothing of the blobs is stored: their seal says what it was
+            return
         with contextlib.suppress(BlobStoreError):  # it was aborted: nobody follows it any more
-            for number, reason in enumerate(writer.reasons):
-                if not reason:
-                    writer.seal_parts(number, [part])
+            for number in _lent(writer):
+                writer.seal_parts(number, [part])
 
     def _seal(self, saving: Saving, writer: Writer, blob_bytes: int) -> None:
+        short = _cut_short(saving, writer)
+        if short is not None:
+            saving.give_up()
+            self._missed(saving, short)
+            return
+        fault = ""
         try:
             saving.bring()
             writer.seal(timeout_s=self._timeout_s)
         except Exception as error:  # a durable blob that was refused, or a fault of ours
-            writer.abort()
-            self._broken(saving, error)
-            return
-        reason = _refusal(writer)
-        self._daemon.note(reason)
-        if reason:
-            self._missed(saving, reason)
-        else:
-            self._faults.note("saves", "")
+            saving.give_up()
+            fault = _told(error)
+        self._settle(saving, _refusal(writer), fault)
         stored = sum(result in ("stored", "partial") for result in writer.results)
         if stored:
             tokens = stored * self._place.blob_tokens if self._tells_tokens else 0
             seconds = self._clock() - saving.computed_s
             self._recorder.saved(tokens, stored * blob_bytes, seconds)
-        if saving.save.ttl_s:
+        if saving.save.ttl_s and any(result != "refused" for result in writer.results):
             self._pin(saving.save)
 
-    def _seal_aside(self, saving: Saving, aside: list[memoryview], copies: Copies) -> None:
+    def _settle(self, saving: Saving, refusal: Refusal | None, fault: str) -> None:
+        """It is sealed, but for what was refused or could not be."""
+        if refusal is not None and refusal.reason == _UNWRITTEN:
+            # Here or by another rank, which had no room either.
+            self._missed(saving, refusal._replace(reason=BUSY))
+        elif fault:
+            self._broken(saving, refusal or saving.whole(FAILED), fault)
+        elif refusal is not None:
+            self._daemon.note(refusal.reason)
+            self._missed(saving, refusal)
+        else:
+            self._daemon.note("")
+            self._faults.note("saves", "")
+
+    def _seal_aside(
+        self, saving: Saving, aside: list[memoryview], nbytes: int, copies: Copies
+    ) -> None:
         """Seal blobs that were set aside, if their memory comes."""
         saving.wait(RESERVE_S)
         writer = saving.take()
         try:
             if writer is None:
-                self._missed(saving, saving.reason or LATE)
+                self._missed(saving, saving.refusal or saving.whole(LATE))
                 return
             saving.bring()
-            for number, reason in enumerate(writer.reasons):
-                if not reason:
+            for number in _lent(writer):
+                if number < len(aside):
                     copies.move(aside[number], writer[number])
         except Exception as error:
-            if writer is not None:
-                writer.abort()
-            self._broken(saving, error)
+            saving.give_up()
+            self._broken(saving, saving.whole(FAILED), _told(error))
             return
         finally:
-            with self._lock:
-                self._aside_bytes -= sum(each.nbytes for each in aside)
+            self._aside.give_back(nbytes)
         self._seal(saving, writer, copies.written_bytes)
 
     def _pin(self, save: Save) -> None:
@@ -286,24 +326,47 @@ class Saves:
             ns, keys = self._place.bound_of(save.namespace), Keys(save.keys, save.key_bytes)
             client.pin(ns, keys, save.ttl_s, timeout_s=self._timeout_s)
 
-    def _broken(self, saving: Saving, error: Exception) -> None:
-        self._faults.note("saves", f"{type(error).__name__}: {error}")
-        self._missed(saving, FAILED)
+    def _broken(self, saving: Saving, refusal: Refusal, fault: str) -> None:
+        self._faults.note("saves", fault)
+        self._missed(saving, refusal._replace(reason=FAILED))
 
-    def _missed(self, saving: Saving, reason: str) -> None:
+    def _missed(self, saving: Saving, refusal: Refusal) -> None:
         """Blobs were not saved. Of an orphan's ancestors it is not known which are left."""
-        save = saving.save
+        reason, save = refusal.reason, saving.save
         if reason not in _PASSING:
             self._faults.note("saves", reason)
         if self._tells_tokens:
-            self._recorder.unsaved(reason, len(save.keys) // save.key_bytes)
-        first = 0 if reason == ORPHAN else save.first
+            self._recorder.unsaved(reason, refusal.blobs)
+        first = 0 if reason == ORPHAN else save.first + refusal.first
         with self._lock:
             known = self._unsaved.get(save.request_id, first)
             self._unsaved[save.request_id] = min(known, first)
 
 
-def _refusal(writer: Writer) -> str:
-    """Why the first blob that was refused was; "" if none was."""
-    outcomes = zip(writer.results, writer.reasons, strict=True)
-    return next((why for result, why in outcomes if result == "refused"), "")
+def _told(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _lent(writer: Writer) -> Iterator[int]:
+    """The numbers of the blobs that are to be written: others are held, or refused."""
+    return (number for number, reason in enumerate(writer.reasons) if not reason)
+
+
+def _refusal(writer: Writer) -> Refusal | None:
+    """Which blobs were refused, and why the first of them was; None if none was."""
+    refused = [number for number, result in enumerate(writer.results) if result == "refused"]
+    if not refused:
+        return None
+    return Refusal(writer.reasons[refused[0]], refused[0], len(refused))
+
+
+def _cut_short(saving: Saving, writer: Writer) -> Refusal | None:
+    """Why nothing may be sealed: of the blobs without room, memory of some was touched.
+
+    That is the first one's, when it was reserved, and that of all whose layers were copied
+    one by one. The store takes what was touched for written.
+    """
+    lent = list(_lent(writer))
+    if saving.cut is None or not lent or (lent[0] < saving.cut and not saving.layers):
+        return None
+    return Refusal(BUSY, lent[0], len(lent))

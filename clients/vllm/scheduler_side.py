@@ -24,7 +24,7 @@ from blobstore.errors import InvalidRequest
 BACKLOG_BYTES = 64 << 20
 """How much of what earlier steps computed is saved in one step: it is copied while all wait."""
 FAILED_SAVES_MAX = 5
-"""After so many failures of its saves, nothing more of a request is saved."""
+"""After so many failures of its saves at one blob, nothing more of a request is saved."""
 RETRY_S = 0.25
 """After the first of them; twice as long after each other one."""
 
@@ -86,9 +86,11 @@ class SchedulerSide:
         self._turns = Turns()
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
+        self._waiting = False
+        """Whether a request waits for an answer of the store, or for what comes from SSD."""
 
     def add(self, request: Any) -> None:
-        """A request is new; what it params is read now."""
+        """A request is new; what it asks for is read now."""
         self._faults.guarded(None, self._track, request)
 
     def matched(self, request: Any, local_tokens: int) -> int | None:
@@ -112,17 +114,12 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """What the workers are to do in the step that `output` describes."""
-        self._lookups.next_step()
-        loads, self._loads = self._loads, []
-        idle = not output.num_scheduled_tokens
-        if not self._lookups.usable:
-            return StepPlan(loads, idle=idle)
-        saves, now_s = [], self._clock()
-        for request_id, tokens in output.num_scheduled_tokens.items():
-            state = self._requests.get(request_id)
-            if state is not None and state.saving and now_s >= state.saves_from_s:
-                saves += self._saves(state, tokens, output)
-        return StepPlan(loads, saves, idle)
+        plan = StepPlan(self._loads, idle=not output.num_scheduled_tokens, waiting=self._waiting)
+        self._lookups.next_step(idle=plan.idle)
+        self._loads, self._waiting = [], False
+        if self._lookups.usable:
+            plan.saves = self._all_saves(output)
+        return plan
 
     def heard(self, outcomes: Outcomes) -> None:
         """What the workers could not do."""
@@ -168,20 +165,23 @@ class SchedulerSide:
 
     def _matched(self, request: Any, local_tokens: int) -> int | None:
         state = self._requests.get(request.request_id) or self._track(request)
-        most = self._most(state)
+        most, blob_tokens = self._most(state), self._identity.blob_tokens
         if not most and state.params.no_store:
             return 0
-        wanted = most * self._identity.blob_tokens > local_tokens
-        lookup = self._lookup(state)
+        state.promised = range(local_tokens, local_tokens)
+        needed = range(local_tokens // blob_tokens, most)
+        lookup = self._lookup(state, needed)
         if request.num_preemptions > state.preemptions:
             state.preemptions = request.num_preemptions
             self._lookups.tell(lookup, request.block_hashes, PREEMPTED)
-        if not self._lookups.settled(lookup, request.block_hashes):
-            return None if wanted else 0
-        end = min(lookup.hit.blobs, most) * self._identity.blob_tokens
+        if not self._lookups.settled(lookup, request.block_hashes, needed):
+            self._waiting = True
+            return None
+        if not needed:
+            return 0  # asked all the same: what is stored need not be saved
+        end = min(lookup.hit.blobs, most) * blob_tokens
         state.promised = range(local_tokens, max(local_tokens, end))
-        if wanted:
-            self._settle(lookup, len(state.promised))
+        self._settle(lookup, len(state.promised))
         return len(state.promised)
 
     def _heard(self, outcomes: Outcomes) -> None:
@@ -190,23 +190,27 @@ class SchedulerSide:
             if state is not None:
                 # Fewer than were promised: so it cannot be promised the same for ever.
                 first = state.promised.start // self._identity.blob_tokens
-                state.limit = first + blobs
+                read = first + blobs
+                state.limit = read if state.limit is None else min(read, state.limit)
                 state.stored = None
                 if state.lookup is not None:
                     state.lookup.doubt()
         for request_id, first in outcomes.unsaved.items():
             state = self._requests.get(request_id)
             if state is not None:
+                if first > state.failed_at:  # room for some was there: more may be next time
+                    state.failed_saves = 0
+                state.failed_at = first
                 state.stored = min(state.stored or 0, first)
                 state.saves_from_s = self._clock() + RETRY_S * 2**state.failed_saves
                 state.failed_saves += 1
                 state.saving &= state.failed_saves < FAILED_SAVES_MAX
 
-    def _lookup(self, state: RequestState) -> Lookup:
+    def _lookup(self, state: RequestState, needed: range) -> Lookup:
         if state.lookup is None:
             request = state.request
             state.lookup = self._lookups.begin(
-                request.lora_request, request.block_hashes, state.params.hint
+                request.lora_request, request.block_hashes, state.params.hint, needed
             )
         return state.lookup
 
@@ -219,8 +223,8 @@ class SchedulerSide:
         return most if state.limit is None else min(most, state.limit)
 
     def _split(self, state: RequestState, tokens: int) -> tuple[int, int]:
-        """Tokens in DRAM and on SSD."""
-        warm = state.lookup.hit.warm if state.lookup is not None else 0
+        """Tokens that were in DRAM and on SSD when the request came."""
+        warm = state.lookup.warm_at_first if state.lookup is not None else 0
         dram = min(tokens, max(0, warm * self._identity.blob_tokens - state.promised.start))
         return dram, tokens - dram
 
@@ -243,14 +247,23 @@ class SchedulerSide:
         if lookup.ns is None:
             return nothing
         keys = lookup.keys[first:end]
-        dram, ssd = self._split(state, tokens)
-        self._recorder.found("dram", dram)
-        self._recorder.found("ssd", ssd)
+        if state.limit is None:  # else it was counted when it was promised first
+            dram, ssd = self._split(state, tokens)
+            self._recorder.found("dram", dram)
+            self._recorder.found("ssd", ssd)
         return Load(
             nothing.request_id, lookup.ns.namespace.encode(), keys.packed, keys.key_bytes,
             state.promised.start - first * blob_tokens, self._blocks(table, first, end),
             state.params.hint.as_dict(), stream=lookup.hit.warm < end,
         )  # fmt: skip
+
+    def _all_saves(self, output: Any) -> list[Save]:
+        saves, now_s = [], self._clock()
+        for request_id, tokens in output.num_scheduled_tokens.items():
+            state = self._requests.get(request_id)
+            if state is not None and state.saving and now_s >= state.saves_from_s:
+                saves += self._saves(state, tokens, output)
+        return saves
 
     def _saves(self, state: RequestState, tokens: int, output: Any) -> list[Save]:
         """What is to be saved of a request after this step, if anything."""
@@ -268,7 +281,7 @@ class SchedulerSide:
         if lookup is None or lookup.ns is None or not lookup.done.is_set():
             return range(0)
         if state.stored is None:
-            state.stored = lookup.hit.blobs
+            state.stored = lookup.answer.blobs
         # Of tokens that the engine has not told us of yet, keys are not known either.
         known = len(request.block_hashes) * self._identity.hash_tokens
         before = min(request.num_computed_tokens, known) // self._identity.blob_tokens

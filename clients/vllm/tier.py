@@ -39,7 +39,7 @@ from blobstore.clients.vllm.tier_identity import TierIdentity, chunk_tokens
 from blobstore.clients.vllm.tier_jobs import Finished, TierJobs
 from blobstore.clients.vllm.tier_lookups import TierLookups
 from blobstore.clients.vllm.tier_store import TierStore
-from blobstore.errors import InvalidRequest
+from blobstore.errors import DeadlineExceeded, InvalidRequest
 
 METRICS = {
     MISSED: ("vllm:blobstore_tier_misses", "Chunks that the store did not give, by the reason."),
@@ -47,8 +47,10 @@ METRICS = {
 }
 """Others are vLLM's own: bytes, seconds, queries and hits of each tier."""
 
+DRAIN_CALLS = 2
+"""Calls that a job may still begin and end, each with a deadline: a save puts, and then pins."""
 CLOSE_S = 1.0
-"""Beyond the deadline of a call that is under way when the engine ends."""
+"""Beyond the deadline of a call that is under way when the engine ends, or drains."""
 
 _CONNECTORS_OWN = ("tokens_per_blob", "prefetch_wait_s", "layerwise")
 
@@ -57,6 +59,9 @@ _NOTHING = RequestParams(no_store=True, no_load=True)
 
 class BlobStoreTier(SecondaryTierManager):
     """Chunks in the store.
+
+    vLLM tells a tier nothing of weights that are changed in place, and resets no tier with
+    its caches: an engine that does so must not have one.
 
     Options are those of the connector, but for what the engine decides here: chunks are as
     long as its `block_size` says. Raises InvalidRequest for mistakes in them; a daemon that
@@ -143,8 +148,17 @@ class BlobStoreTier(SecondaryTierManager):
         self._positions.pop(req_context.req_id, None)
 
     def drain_jobs(self) -> None:
-        """Wait until nothing touches the engine's memory: at most the deadline of a call."""
-        self._jobs.drain()
+        """Wait until nothing touches the engine's memory: at most the deadlines of calls.
+
+        Raises DeadlineExceeded if something does even then. Nothing has been reset so far, and
+        must not be: what is still copied would be of other chunks.
+        """
+        left = self._jobs.drain(DRAIN_CALLS * self._options.timeout_s + CLOSE_S)
+        if left:
+            raise DeadlineExceeded(
+                f"{left} transfers with the store at {self._options.address} do not end: the "
+                "engine's host memory cannot be reset now"
+            )
 
     def shutdown(self) -> None:
         """Let the calls under way end, and go."""

@@ -3,7 +3,9 @@
 All that the engine's own tier of files is named by, and what that leaves out: the weights
 as they are, vLLM's release, the device, the layout in memory, and where block hashes begin.
 A tier sees less of its engine than a connector: what is decided when weights are loaded
-(dummy weights, quantisation on the fly, overrides) is for `weights_digest` or `salt` to tell.
+(dummy weights, quantisation on the fly, overrides) is for `weights_digest` or `salt` to tell,
+and so is an attention backend that is named in the configuration. Of the one that vLLM
+chooses by itself the tier has what the choice depends on.
 """
 
 from __future__ import annotations
@@ -14,16 +16,15 @@ import re
 import threading
 from collections.abc import Callable
 from hashlib import sha256
-from pathlib import Path
 from typing import Any
 
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.vllm import libraries
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.files import directory_digest, file_digest
-from blobstore.clients.vllm.hashing import scheme_of
+from blobstore.clients.vllm.hashing import SEED, none_hash_of, random_hashes, scheme_of
 from blobstore.clients.vllm.options import Options
-from blobstore.clients.vllm.weights import place_of
+from blobstore.clients.vllm.packing import release, what_decides
+from blobstore.clients.vllm.weights import digest_of, place_of
 from blobstore.errors import BlobStoreError, InvalidRequest
 from blobstore.layer_group import LayerGroup
 from blobstore.layout import KVLayout
@@ -32,7 +33,6 @@ from blobstore.namespace import Namespace
 ALGORITHMS = ("sha256", "sha256_cbor", "xxhash", "xxhash_cbor")
 
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
-_SEED = "PYTHONHASHSEED"
 _WHAT = "the tier stores and reads nothing"
 
 
@@ -48,8 +48,8 @@ class TierIdentity:
         self._faults = faults
         self._config = spec.config
         self._chunk_tokens = max(chunk_tokens(spec).values())
-        self._model, commit = place_of(str(spec.config.model.name))
-        self._digest = _weights(str(spec.config.model.name), commit, options)
+        self._model, _ = place_of(str(spec.config.model.name))
+        self._digest = _weights(str(spec.config.model.name), options)
         self._fields = {**_engine_fields(spec), "model_name": self._model}
         self._weights = ""
         self._refused = False
@@ -124,26 +124,23 @@ def _engine_fields(spec: Any) -> dict[str, Any]:
         **mapper.get_run_config(),
         "rank": mapper.rank,
         "kv_cache_layout": getattr(config, "kv_cache_layout", None),
-        "release": ".".join(str(libraries.vllm().__version__).split(".")[:2]),
+        "release": release(),
         "device": f"{platform.device_type} {platform.get_device_name()}",
+        "attention": what_decides(),
     }
 
 
-def _weights(model: str, commit: str, options: Options) -> Callable[[], str]:
+def _weights(model: str, options: Options) -> Callable[[], str]:
     """Makes the digest of the weights, which may take long."""
-    path = Path(model)
-    if options.weights_digest:
-        return lambda: options.weights_digest
-    if commit:
-        return lambda: f"commit {commit}"
-    if path.exists():
-        return lambda: f"files {directory_digest(path) if path.is_dir() else file_digest(path)}"
-    if _COMMIT.fullmatch(options.revision):
-        return lambda: f"commit {options.revision}"
-    raise InvalidRequest(
-        f"which weights of {model!r} are loaded is not to be seen from a tier: say their commit, "
-        '"revision": "…", or name them by "weights_digest", which is to change when they do'
-    )
+    commit = options.revision if _COMMIT.fullmatch(options.revision) else ""
+    digest = digest_of(model, options.weights_digest, commit)
+    if digest is None:
+        raise InvalidRequest(
+            f"which weights of {model!r} are loaded is not to be seen from a tier: say their "
+            'commit, "revision": "…", or name them by "weights_digest", which is to change when '
+            "they do"
+        )
+    return digest
 
 
 def _hash_scheme(hash_tokens: int) -> str:
@@ -152,29 +149,20 @@ def _hash_scheme(hash_tokens: int) -> str:
     It does not tell a tier which algorithm it uses, but that is the one which makes its first
     hash. InvalidRequest if that is random.
     """
-    utils = libraries.vllm("v1.core.kv_cache_utils")
-    none_hash = getattr(utils, "NONE_HASH", None)
+    none_hash = getattr(libraries.vllm("v1.core.kv_cache_utils"), "NONE_HASH", None)
     if none_hash is None:
         return ""
-    seed = os.environ.get(_SEED)
-    if seed is None and hasattr(utils, "get_none_hash_seed"):
-        seed = str(utils.get_none_hash_seed())
-        if seed != utils.DEFAULT_NONE_HASH_SEED:
-            seed = None
-    if seed is None:
-        raise InvalidRequest(
-            "block hashes begin with random bytes in every process, so that nothing stored would "
-            f"ever be found again: export {_SEED}=0 for every engine"
-        )
     for name in ALGORITHMS:
-        if _first_hash(name, seed) == none_hash:
+        if _first_hash(name) == none_hash:
             return scheme_of(name, none_hash, hash_tokens)
-    raise InvalidRequest(f"block hashes are of none of {', '.join(ALGORITHMS)}")
+    if SEED in os.environ:
+        raise InvalidRequest(f"block hashes are of none of {', '.join(ALGORITHMS)}")
+    raise random_hashes("block hashes")
 
 
-def _first_hash(algorithm: str, seed: str) -> bytes | None:
+def _first_hash(algorithm: str) -> bytes | None:
+    """None if it is random, or needs a package that is not there."""
     try:
-        made = libraries.vllm("utils.hashing").get_hash_fn_by_name(algorithm)(seed)
-    except (ImportError, ModuleNotFoundError, ValueError):  # needs a package that is not there
+        return none_hash_of(algorithm)
+    except (ImportError, ValueError):
         return None
-    return bytes(made)

@@ -26,6 +26,7 @@ LOOKUPS_MAX = 64
 JOBS_MAX = 64
 """Loads that wait, and saves: each keeps rows of the engine's memory from being used."""
 LOAD_THREADS = 2
+"""One copies while another waits for the daemon; more would take cores from the engine."""
 
 Answered = Callable[[Batch, Sequence[bool]], None]
 
@@ -91,15 +92,16 @@ class TierJobs:
             ended.append(self._finished.get_nowait())
         return ended
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float) -> int:
         """Wait until no row is read or written: for the calls under way, which have deadlines.
 
-        What has not begun by now fails.
+        What has not begun by now fails. Returns how many jobs go on nevertheless.
         """
         with self._changed:
             self._store.stopping = True
-            self._changed.wait_for(lambda: not self._under_way)
+            self._changed.wait_for(lambda: not self._under_way, timeout_s)
             self._store.stopping = False
+            return self._under_way
 
     def close(self, timeout_s: float) -> bool:
         """End after the calls under way; False if they take longer."""

@@ -12,7 +12,14 @@ from collections.abc import Callable, Sequence
 from blobstore.clients.bound import BoundNamespace
 from blobstore.clients.sync import Client
 from blobstore.clients.vllm.daemon import Daemon
-from blobstore.clients.vllm.reasons import DEADLINE, UNAVAILABLE
+from blobstore.clients.vllm.reasons import (
+    ABSENT,
+    DEADLINE,
+    REFUSED,
+    STOPPED,
+    UNAVAILABLE,
+    UNNAMED,
+)
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.vllm.request_params import RequestParams
 from blobstore.clients.vllm.tier_chunks import Chunk, runs
@@ -23,8 +30,6 @@ PORTION_BYTES = 128 << 20
 
 HOLES_MAX = 4
 """Chunks missing in the middle of a load, after which the rest is not tried."""
-
-STOPPED = "stopped"
 
 Rows = Callable[[int], memoryview]
 """The bytes of a row, by its number."""
@@ -79,7 +84,7 @@ class TierStore:
         if client is not None and ns is not None:
             why = self._load(client, ns, chunks, params, loaded)
         if len(loaded) < len(chunks):
-            self._recorder.missed(why or "gone", len(chunks) - len(loaded))
+            self._recorder.missed(why or ABSENT, len(chunks) - len(loaded))
         return loaded
 
     def save(self, chunks: Sequence[Chunk], params: RequestParams) -> list[bytes]:
@@ -92,13 +97,13 @@ class TierStore:
             except BlobStoreError as error:  # a durable put that failed
                 why = error.code
         if len(kept) < len(chunks):
-            self._recorder.unsaved(why or "refused", len(chunks) - len(kept))
+            self._recorder.unsaved(why or REFUSED, len(chunks) - len(kept))
         return [chunk.key for chunk in chunks if chunk.key in kept]
 
     def _reach(self) -> tuple[Client | None, BoundNamespace | None, str]:
         ns = self._namespace()
         if ns is None:
-            return None, None, "identity"
+            return None, None, UNNAMED
         return self._daemon.reach(), ns, UNAVAILABLE
 
     def _load(
@@ -161,9 +166,9 @@ class TierStore:
                 hint=params.hint,
                 timeout_s=self._timeout_s,
             )
-            kept.update(key for key, what in zip(keys, results, strict=True) if what != "refused")
-            if "refused" in results:
-                return self._noted(began_s, self._timeout_s) or "refused"
+            kept.update(key for key, what in zip(keys, results, strict=True) if what != REFUSED)
+            if REFUSED in results:
+                return self._noted(began_s, self._timeout_s) or REFUSED
             self._noted(None)
         if params.ttl_s:
             client.pin(ns, [chunk.key for chunk in chunks], params.ttl_s, timeout_s=self._timeout_s)

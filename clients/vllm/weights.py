@@ -13,7 +13,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from blobstore.clients.vllm.files import directory_digest, file_digest
+from blobstore.clients.vllm.files import path_digest
 from blobstore.errors import InvalidRequest
 
 _SAYS_NOTHING = {
@@ -47,9 +47,8 @@ def weights_of(vllm_config: Any, given: str = "") -> Weights:
     on the hub, saying what to do. `digest` raises OSError, or InvalidRequest for a
     folder without weights.
     """
-    model = vllm_config.model_config.model
-    name, commit = place_of(str(model))
-    return Weights(name, _source(vllm_config, Path(model), commit, given))
+    name, _ = place_of(str(vllm_config.model_config.model))
+    return Weights(name, _source(vllm_config, given))
 
 
 def place_of(model: str) -> tuple[str, str]:
@@ -59,6 +58,20 @@ def place_of(model: str) -> tuple[str, str]:
     if snapshot:
         return snapshot[1].replace("--", "/"), snapshot[2]
     return (path.name if path.exists() else model), ""
+
+
+def digest_of(model: str, given: str, commit: str = "") -> Callable[[], str] | None:
+    """What digests the weights at `model`: `given`, or a commit in its path, or its files.
+
+    Else `commit`, if that is known from elsewhere; None if nothing tells them from others.
+    """
+    path, (_, in_path) = Path(model), place_of(model)
+    if given:
+        return lambda: given
+    if not in_path and path.exists():
+        return lambda: f"files {path_digest(path)}"
+    commit = in_path or commit
+    return (lambda: f"commit {commit}") if commit else None
 
 
 def config_digest(model_config: Any) -> str:
@@ -78,19 +91,16 @@ def config_digest(model_config: Any) -> str:
     return sha256(text.encode()).hexdigest()
 
 
-def _source(vllm_config: Any, path: Path, commit: str, given: str) -> Callable[[], str]:
+def _source(vllm_config: Any, given: str) -> Callable[[], str]:
     model, load = vllm_config.model_config, vllm_config.load_config
-    if given:
-        return lambda: given
-    if str(getattr(load.load_format, "value", load.load_format)) == "dummy":
+    if not given and str(getattr(load.load_format, "value", load.load_format)) == "dummy":
         return lambda: f"dummy {model.seed}"
     elsewhere = str(getattr(model, "model_weights", "") or "")
-    if not elsewhere and not commit and path.exists():
-        return lambda: f"files {directory_digest(path) if path.is_dir() else file_digest(path)}"
-    commit = commit or str(getattr(model.hf_config, "_commit_hash", None) or "")
-    if elsewhere or not commit:
+    commit = str(getattr(model.hf_config, "_commit_hash", None) or "")
+    digest = digest_of(str(model.model), given, commit)
+    if digest is None or (elsewhere and not given):
         raise InvalidRequest(
             f"the weights {elsewhere or model.model!r} are neither a file, a folder nor a commit "
             'of the hub: name them by "weights_digest", which is to change when they do'
         )
-    return lambda: f"commit {commit}"
+    return digest

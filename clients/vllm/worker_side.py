@@ -1,10 +1,12 @@
 """The connector's half in a worker of the engine: moves the bytes that the scheduler names.
 
-Nothing here raises, or blocks for longer than a moment.
+Nothing here raises, or blocks for longer than a moment. What a forward did not compute to
+its end is never stored.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,7 +23,10 @@ from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.vllm.saves import Saves
 
 IDLE_S = 0.005
-"""How long a step that computes nothing waits for a load: else the engine would spin meanwhile."""
+"""How long a step that computes nothing waits for a load that runs, or for the store's answer.
+
+Else the engine would spin meanwhile.
+"""
 
 
 class WorkerSide:
@@ -45,7 +50,11 @@ class WorkerSide:
         self._numbers: dict[str, tuple[int, int | None]] = {}
         """Of each layer, its number, and its part's among those that this rank writes."""
         self._loaded: dict[str, int] = {}
-        self._idle = False
+        self._plan = StepPlan()
+        self._computing = False
+        """A step's forward has begun, and was not finished."""
+        self._handled: BaseException | None = None
+        """What was being handled around the engine when the step began."""
 
     def register(self, kv_cache_config: Any, kv_caches: Mapping[str, Tensor]) -> None:
         """These are the engine's cache tensors. InvalidRequest if they are not understood."""
@@ -60,7 +69,9 @@ class WorkerSide:
 
     def begin(self, plan: StepPlan) -> None:
         """A step begins: what it loads may start now, beside the forward."""
-        self._idle = plan.idle
+        if self._computing:
+            self._distrust()
+        self._plan, self._computing, self._handled = plan, not plan.idle, sys.exc_info()[1]
         self._loads.start(plan.loads, self._copies)
         self._faults.guarded(None, self._saves.begin, plan.saves)
 
@@ -71,13 +82,21 @@ class WorkerSide:
             self._faults.guarded(None, self._saves.layer, self._copies, layer, part)
 
     def finish(self) -> None:
-        """The step's forward has been run, or launched on the current stream."""
-        if self._copies is not None:
+        """The step's forward has been run, or launched on the current stream; or it raised.
+
+        vLLM calls this then, too, while the exception is under way.
+        """
+        raised = sys.exc_info()[1] is not self._handled
+        computing, self._computing, self._handled = self._computing, False, None
+        if raised and computing:
+            self._distrust()
+        elif self._copies is not None:
             self._faults.guarded(None, self._saves.finish, self._copies)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them that failed."""
-        ended = self._loads.take(IDLE_S if self._idle else 0.0)
+        wait_s = IDLE_S if self._plan.idle else 0.0
+        ended = self._loads.take(wait_s, anyway=self._plan.waiting)
         failed = {load.request_id: load.blobs for load in ended if not load.whole}
         self._loaded.update(failed)
         return {load.request_id for load in ended}, set(failed)
@@ -91,3 +110,10 @@ class WorkerSide:
         """Seal what was copied, within `timeout_s`."""
         self._saves.close(timeout_s)
         self._loads.close(timeout_s)
+
+    def _distrust(self) -> None:
+        """A forward has failed: its blocks count as computed in vLLM, which may go on with them."""
+        self._saves.stop()
+        self._faults.note(
+            "the forward", "it failed, so nothing is saved any more until the engine is restarted"
+        )

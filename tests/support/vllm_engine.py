@@ -16,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from blobstore.clients.vllm.identity import Identity
+
 torch = pytest.importorskip("torch")
 
 LAYOUTS = {
@@ -111,6 +113,29 @@ class HfConfig:
         return dict(self.facts)
 
 
+class AttentionLayers(dict[str, Any]):
+    """An engine's attention layers, whatever their names are: all have one backend.
+
+    `isa` is what the backend of CPUs writes down of its kernels.
+    """
+
+    def __init__(self, backend: str = "CPU_ATTN", module: str = "vllm.fake", isa: str = "") -> None:
+        super().__init__()
+        names = {"get_name": staticmethod(lambda: backend), "__module__": module}
+        kind = type("Backend", (), names)
+        self._layer = SimpleNamespace(get_attn_backend=lambda: kind, isa=isa)
+
+    def __missing__(self, name: str) -> Any:
+        return self._layer
+
+
+def agreed(identity: Identity, config: CacheConfig, ranks: int = 1, ratio: int = 1) -> Identity:
+    """`identity`, to which all ranks have said that they pack blocks as its own does."""
+    (packing,) = identity.packing(tensors(config, ratio=ratio)).values()
+    identity.hear(dict.fromkeys(range(ranks), packing))
+    return identity
+
+
 def engine(model: str, *, rank: int = 0, ranks: int = 1, heads: int = 2, **changes: Any) -> Any:
     """A VllmConfig; `changes` by dotted names with "__", such as model_config__dtype."""
     config = SimpleNamespace(
@@ -126,7 +151,7 @@ def engine(model: str, *, rank: int = 0, ranks: int = 1, heads: int = 2, **chang
         ),
         load_config=SimpleNamespace(load_format="auto"),
         device_config=SimpleNamespace(device_type="cpu"),
-        attention_config=SimpleNamespace(backend=None, backend_per_kind={}),
+        compilation_config=SimpleNamespace(static_forward_context=AttentionLayers()),
         kv_transfer_config=SimpleNamespace(engine_id="an engine"),
         speculative_config=None,
         lora_config=None,
@@ -146,6 +171,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> Modul
     utils = ModuleType("vllm.v1.core.kv_cache_utils")
     hashing = ModuleType("vllm.utils.hashing")
     platforms = ModuleType("vllm.platforms")
+    envs = ModuleType("vllm.envs")
     package = ModuleType("vllm")
     package.__version__ = version  # type: ignore[attr-defined]
 
@@ -168,7 +194,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, version: str = "0.32.0") -> Modul
     platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]
         get_device_name=lambda: "a GPU"
     )
-    for module in (package, utils, hashing, platforms):
+    for module in (package, utils, hashing, platforms, envs):
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     return utils

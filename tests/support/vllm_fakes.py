@@ -129,28 +129,37 @@ class FakeIdentity:
 class FakeCopies:
     """The engine's memory: bytes by block id. `fails` makes every copy raise.
 
-    Copies out are gathered at once, and brought to the payload when they are finished.
+    Copies out are gathered at once, and brought to the payload when they are finished, unless
+    that `breaks`. There is `room` for so many more, if it is told.
     """
 
     def __init__(self, layers: int = 1) -> None:
         self.layers = layers
         self.read_bytes = self.written_bytes = BLOB_BYTES
         self.blocks: dict[int, bytes] = {}
-        self.fails = False
+        self.fails = self.breaks = False
+        self.room: int | None = None
 
     def fence(self) -> None:
         return None
+
+    def has_room(self, layer: int | None = None) -> bool:
+        return self.room is None or self.room > 0
 
     def out(
         self, blocks: Sequence[Sequence[int]], payload: memoryview, layer: int | None = None
     ) -> Callable[[], None]:
         if self.fails:
             raise RuntimeError("the device is gone")
+        if self.room is not None:
+            self.room -= 1
         copied = b"".join(self.blocks[each] for each in blocks[0])
         span = len(payload) // self.layers
         layers = range(self.layers) if layer is None else [layer]
 
         def finish() -> None:
+            if self.breaks:
+                raise RuntimeError("the device was lost")
             for each in layers:
                 payload[each * span : (each + 1) * span] = copied[each * span : (each + 1) * span]
 
@@ -175,19 +184,25 @@ class FakeClient:
 
     def __init__(self, hit: Hit) -> None:
         self.hit = hit
+        self.tail = Hit(0, 0)
+        """For questions about the end of a chain, which come without a hint."""
         self.answers = threading.Event()
         self.answers.set()
         self.asked = threading.Event()
         self.hints: list[dict[str, Any]] = []
+        self.tails: list[int] = []
         self.prefetched: list[int] = []
         self.declared: list[Namespace] = []
 
     def namespace(self, namespace: Namespace, shard: Any) -> None:
         self.declared.append(namespace)
 
-    def match(self, ns: BoundNamespace, keys: Keys, *, hint: Any, timeout_s: float) -> Hit:
+    def match(self, ns: BoundNamespace, keys: Keys, *, hint: Any = None, timeout_s: float) -> Hit:
         self.asked.set()
         assert self.answers.wait(10.0)
+        if hint is None:
+            self.tails.append(len(keys))
+            return self.tail
         self.hints.append(hint.as_dict())
         return self.hit
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
+import sys
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,14 +28,14 @@ BLOB = 64
 def geometry(*specs: Any, layers: int = 2, tokens: int = BLOB, **options: Any) -> Geometry:
     hashed = options.pop("hash_block_size", None)
     config = caches(*specs, layers=layers, hash_block_size=hashed)
-    return geometry_of(engine("model", **options), config, tokens, "packed")
+    return geometry_of(engine("model", **options), config, tokens)
 
 
 def test_one_group_of_attention() -> None:
     found = geometry(FullAttentionSpec(), layers=3)
     assert found.groups == (Group(0, 16, 0),)
     assert found.layout.groups == (LayerGroup.attention(layers=3, heads=2, head_size=8),)
-    assert found.layout.order == "layer,head,token;packed"
+    assert found.layout.order == "layer,head,token"
     assert found.shard is None
     assert (found.blob_tokens, found.hash_tokens) == (64, 16)
     assert found.written() == (True, True, True)
@@ -141,12 +142,35 @@ def test_unknown_memory(spec: Any, why: str) -> None:
         ({"parallel_config__decode_context_parallel_size": 2}, "share a context"),
         ({"parallel_config__prefill_context_parallel_size": 2}, "share a prefill"),
         ({"model_config__is_encoder_decoder": True}, "model is an encoder-decoder"),
+        ({"model_config__is_diffusion": True}, "model is a diffusion model"),
+        (
+            {"parallel_config__tensor_parallel_size": 2, "parallel_config__nnodes_within_dp": 2},
+            "tensor_parallel_size=2 on 2 machines",
+        ),
         ({"speculative_config": SimpleNamespace(method="eagle3")}, "decoding by 'eagle3'"),
     ],
 )
 def test_unknown_engines(changes: dict[str, Any], why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         geometry(FullAttentionSpec(), **changes)
+
+
+@pytest.mark.parametrize("nodes", ["aab", "abb"])
+def test_ranks_that_ray_has_placed(monkeypatch: pytest.MonkeyPatch, nodes: str) -> None:
+    """The last of its bundles has no device, and so no rank."""
+    ray = ModuleType("ray.util")
+    bundles = {0: {"GPU": 1.0}, 1: {"GPU": 1.0}, 2: {"CPU": 1.0}}
+    table = {"bundles": bundles, "bundles_to_node_id": dict(enumerate(nodes))}
+    ray.placement_group_table = lambda group: table  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ray", ModuleType("ray"))
+    monkeypatch.setitem(sys.modules, "ray.util", ray)
+    placed: dict[str, Any] = {"parallel_config__placement_group": "a group", "heads": 2}
+    geometry(FullAttentionSpec(), **placed)
+    if nodes == "aab":
+        geometry(FullAttentionSpec(num_kv_heads=1), ranks=2, **placed)
+        return
+    with pytest.raises(InvalidRequest, match="tensor_parallel_size=2 on 2 machines"):
+        geometry(FullAttentionSpec(num_kv_heads=1), ranks=2, **placed)
 
 
 def test_speculation_that_keeps_nothing() -> None:
@@ -156,7 +180,7 @@ def test_speculation_that_keeps_nothing() -> None:
 def test_groups_that_stay_are_left_out() -> None:
     config = caches(FullAttentionSpec(), MambaSpec())
     config.kv_cache_groups[1].enable_kv_transfer = False
-    found = geometry_of(engine("model"), config, BLOB, "")
+    found = geometry_of(engine("model"), config, BLOB)
     assert [group.id for group in found.groups] == [0]
 
 
@@ -165,7 +189,7 @@ def test_groups_of_draft_models_and_of_the_host(kind: str) -> None:
     config = caches(FullAttentionSpec())
     setattr(config.kv_cache_groups[0], kind, True)
     with pytest.raises(InvalidRequest, match="blocks of the host or of a draft model"):
-        geometry_of(engine("model"), config, BLOB, "")
+        geometry_of(engine("model"), config, BLOB)
 
 
 def test_layers_told_one_by_one() -> None:
@@ -173,10 +197,10 @@ def test_layers_told_one_by_one() -> None:
     first, second = config.kv_cache_groups[0].layer_names
     together = SimpleNamespace(kv_cache_specs={first: spec, second: spec})
     config.kv_cache_groups[0].kv_cache_spec = together
-    assert geometry_of(engine("model"), config, BLOB, "").layout.n_layers == 2
+    assert geometry_of(engine("model"), config, BLOB).layout.n_layers == 2
     together.kv_cache_specs[second] = dataclasses.replace(spec, head_size=16)
     with pytest.raises(InvalidRequest, match=f"{second} keeps its tokens otherwise than {first}"):
-        geometry_of(engine("model"), config, BLOB, "")
+        geometry_of(engine("model"), config, BLOB)
 
 
 def test_no_cache_at_all() -> None:

@@ -6,24 +6,28 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from blobstore.clients import Shard, WriterGroup
+from blobstore.clients.vllm import agreement
 from blobstore.clients.vllm.geometry import blocks_of
 from blobstore.clients.vllm.identity import Identity, identify
 from blobstore.clients.vllm.options import Options
 from blobstore.errors import InvalidRequest
 from blobstore.namespace import Namespace
 from tests.support.vllm_engine import (
+    AttentionLayers,
     FullAttentionSpec,
     HfConfig,
     SlidingWindowSpec,
+    agreed,
     caches,
     engine,
     installed,
+    tensors,
     torch,
 )
 
@@ -43,15 +47,17 @@ def model(tmp_path: Path) -> Path:
 
 
 def identity_of(
-    model: object, spec: Any = None, *, hashed: int | None = None, **changes: Any
+    model: object, spec: Any = None, *, hashed: int | None = None, ratio: int = 1, **changes: Any
 ) -> Identity:
+    """Of a rank to which all have said how they pack blocks."""
     options = {
         name: changes.pop(name)
         for name in ("tokens_per_blob", "revision", "salt", "weights_digest")
         if name in changes
     }
     config = caches(spec or FullAttentionSpec(), hash_block_size=hashed)
-    return identify(engine(str(model), **changes), config, Options(**options))
+    identity = identify(engine(str(model), **changes), config, Options(**options))
+    return agreed(identity, config, changes.get("ranks", 1), ratio)
 
 
 def namespace_of(model: object, spec: Any = None, **changes: Any) -> Namespace:
@@ -66,9 +72,12 @@ def test_what_a_namespace_says(model: Path) -> None:
     assert found.dtype == "bf16 cache=auto weights=plain ranks=1"
     assert found.hash_scheme.startswith("vllm/sha256/")
     assert found.hash_scheme.endswith(f"/16/py3.{sys.version_info.minor}")
-    assert "vllm 0.32,cpu," in found.layout.order
+    assert found.layout.order.startswith("layer,head,token;vllm 0.32,cpu,")
+    assert found.layout.order.endswith(",CPU_ATTN/16")
     assert found.tokens_per_blob == 256
 
+
+BACKEND = "compilation_config__static_forward_context"
 
 CHANGES: dict[str, dict[str, Any]] = {
     "revision": {"revision": "v2"},
@@ -85,14 +94,17 @@ CHANGES: dict[str, dict[str, Any]] = {
     "window": {"spec": SlidingWindowSpec()},
     "another window": {"spec": SlidingWindowSpec(sliding_window=64)},
     "block size": {"spec": FullAttentionSpec(block_size=32)},
+    "block size alone": {"spec": FullAttentionSpec(block_size=32), "hashed": 16},
+    "block size of the kernel": {"ratio": 2},
     "hash block size": {"hashed": 8},
     "tokens per blob": {"tokens_per_blob": 512},
     "salt": {"salt": "tenant"},
     "ranks": {"ranks": 2, "heads": 4},
     "fewer heads per rank": {"ranks": 2, "spec": FullAttentionSpec(num_kv_heads=1)},
     "hash algorithm": {"cache_config__prefix_caching_hash_algo": "sha256_cbor"},
-    "backend": {"attention_config__backend": SimpleNamespace(name="FLASHINFER")},
-    "backend of a kind": {"attention_config__backend_per_kind": {"mla": "FLASHMLA"}},
+    "backend": {BACKEND: AttentionLayers("FLASHINFER")},
+    "backend of a plug-in": {BACKEND: AttentionLayers(module="plug_in.attention")},
+    "the backend's kernel": {BACKEND: AttentionLayers(isa="amx")},
     "device": {"device_config__device_type": "cuda"},
     "dummy weights": {"load_config__load_format": "dummy"},
     "seed of dummy weights": {"load_config__load_format": "dummy", "model_config__seed": 1},
@@ -197,6 +209,38 @@ def test_ranks_share_a_namespace_and_a_group(model: Path) -> None:
     assert identity_of(model).writer_group is None
 
 
+def test_nothing_has_a_name_before_all_ranks_say_how_they_pack_blocks(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agreement, "WAIT_S", 0.0)
+    config = caches(FullAttentionSpec())
+    scheduler, *workers = (
+        identify(engine(str(model), rank=rank, ranks=2, heads=4), config, Options())
+        for rank in (0, 0, 1)
+    )
+    with pytest.raises(InvalidRequest, match="0 of 2 ranks"):
+        scheduler.bound()
+    scheduler.hear(workers[0].packing(tensors(config)))
+    with pytest.raises(InvalidRequest, match="1 of 2 ranks"):
+        scheduler.bound()
+    scheduler.hear(workers[1].packing(tensors(config)))
+    ns = scheduler.bound()
+    assert workers[1].bound_of(ns.namespace.encode()).id == ns.id
+
+
+def test_ranks_that_pack_blocks_differently_are_refused(model: Path) -> None:
+    config = caches(FullAttentionSpec())
+    others: dict[str, Any] = {BACKEND: AttentionLayers("FLASHINFER")}
+    scheduler, *workers = (
+        identify(engine(str(model), rank=rank, ranks=2, heads=4, **changes), config, Options())
+        for rank, changes in ((0, {}), (0, {}), (1, others))
+    )
+    for worker in workers:
+        scheduler.hear(worker.packing(tensors(config)))
+    with pytest.raises(InvalidRequest, match=r"different ways: .*CPU_ATTN.*FLASHINFER"):
+        scheduler.bound()
+
+
 def test_weights_are_read_once(model: Path) -> None:
     identity = identity_of(model)
     before = identity.bound()
@@ -221,6 +265,8 @@ from blobstore.clients.vllm.options import Options
 with pytest.MonkeyPatch.context() as patch:
     installed(patch)
     identity = identify(engine(sys.argv[1]), caches(FullAttentionSpec()), Options())
+    shaped = SimpleNamespace(shape=(12, 2, 16, 16))
+    identity.hear(identity.packing({each.name: shaped for each in identity.geometry.layers}))
     print(identity.bound().id.hex())
 """
 

@@ -1,24 +1,17 @@
-"""A daemon that comes late, goes, and is not asked too often meanwhile."""
+"""A client of a daemon that comes late, and goes."""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-from blobstore.clients.vllm.breaker import PAUSE_MAX_S, PAUSE_S, Breaker
+from blobstore.clients.vllm.breaker import PAUSE_S, Breaker
 from blobstore.clients.vllm.late_client import LateClient
 from blobstore.errors import Unavailable
+from tests.support.clock import FakeClock
 from tests.support.polling import poll_until
 
 JOIN_S = 20.0
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 50.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Place:
@@ -39,36 +32,8 @@ class Place:
         self.closed += 1
 
 
-def test_pauses_grow_to_a_bound_and_end_with_success() -> None:
-    clock = Clock()
-    breaker = Breaker(clock)
-    assert not breaker.open
-    pauses = []
-    for _ in range(8):
-        breaker.failed()
-        before_s = clock.now_s
-        while breaker.open:
-            clock.now_s += PAUSE_S
-        pauses.append(clock.now_s - before_s)
-    assert pauses[:3] == [PAUSE_S, 2 * PAUSE_S, 4 * PAUSE_S]
-    assert pauses[-1] == PAUSE_MAX_S
-    breaker.worked()
-    breaker.failed()
-    clock.now_s += PAUSE_S
-    assert not breaker.open
-
-
-def test_calls_that_fail_together_are_one_fault() -> None:
-    clock = Clock()
-    breaker = Breaker(clock)
-    for _ in range(5):
-        breaker.failed()
-    clock.now_s += PAUSE_S
-    assert not breaker.open
-
-
 def test_a_client_is_there_as_soon_as_the_daemon_is() -> None:
-    clock, place = Clock(), Place()
+    clock, place = FakeClock(), Place()
     late = LateClient(place.connect, Breaker(clock))
     assert late.now() is None
     assert place.attempts == 0
@@ -85,7 +50,7 @@ def test_a_client_is_there_as_soon_as_the_daemon_is() -> None:
 
 
 def test_a_known_client_is_given_while_the_breaker_is_open() -> None:
-    clock, place = Clock(), Place()
+    clock, place = FakeClock(), Place()
     breaker = Breaker(clock)
     place.there = True
     late = LateClient(place.connect, breaker)
@@ -106,7 +71,7 @@ def test_threads_that_look_for_it_together_share_one_attempt() -> None:
         assert go.wait(JOIN_S)
         return place.connect()
 
-    late = LateClient(connect, Breaker(Clock()))
+    late = LateClient(connect, Breaker(FakeClock()))
     looking = [threading.Thread(target=lambda: found.append(late.reach())) for _ in range(3)]
     for thread in looking:
         thread.start()
@@ -129,7 +94,7 @@ def test_threads_that_wait_for_one_that_fails_do_not_try_again() -> None:
         assert go.wait(JOIN_S)
         return place.connect()
 
-    late = LateClient(connect, Breaker(Clock()))
+    late = LateClient(connect, Breaker(FakeClock()))
     looking = [threading.Thread(target=lambda: found.append(late.reach())) for _ in range(3)]
     for thread in looking:
         thread.start()
@@ -151,7 +116,7 @@ def test_closed_while_it_connects_leaves_nothing_open() -> None:
         assert go.wait(JOIN_S)
         return place
 
-    late = LateClient(connect, Breaker(Clock()))
+    late = LateClient(connect, Breaker(FakeClock()))
     looking = threading.Thread(target=late.reach)
     closing = threading.Thread(target=late.close)
     looking.start()

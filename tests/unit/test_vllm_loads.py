@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,10 @@ import pytest
 
 from blobstore.clients import Client
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.loads import Ended, Loads
+from blobstore.clients.vllm.loads import THREADS, Ended, Loads
 from blobstore.clients.vllm.metadata import Load
 from blobstore.clients.vllm.recorder import LOADED, LOADED_BYTES, MISSED, Recorder
+from tests.support.clock import FakeClock
 from tests.support.polling import poll_until
 from tests.support.served_store import served_store
 from tests.support.vllm_fakes import (
@@ -26,6 +28,7 @@ from tests.support.vllm_fakes import (
 
 TOKENS = list(range(32))
 BLOBS = 4
+TIMEOUT_S = 5.0
 OTHERS = b"another request's"
 
 
@@ -33,6 +36,7 @@ class Bench:
     """A worker's loads over a client, or none. The store holds TOKENS."""
 
     def __init__(self, client: Client | None) -> None:
+        self.clock = FakeClock()
         self.identity = FakeIdentity()
         self.ns = self.identity.bound()
         self.keys = self.identity.keys(block_hashes(TOKENS))
@@ -42,7 +46,9 @@ class Bench:
         self.daemon = FakeDaemon(client)
         self.recorder = Recorder()
         daemon: Any = self.daemon
-        self.loads = Loads(self.identity, daemon, self.recorder, Faults(), timeout_s=5.0)
+        self.loads = Loads(
+            self.identity, daemon, self.recorder, Faults(), timeout_s=TIMEOUT_S, clock=self.clock
+        )
         if client is not None:
             self.put(client)
 
@@ -59,11 +65,15 @@ class Bench:
     def run(self, *loads: Load) -> list[Ended]:
         copies: Any = self.copies
         self.loads.start(loads, copies)
+        return self.ended(len(loads))
+
+    def ended(self, n: int) -> list[Ended]:
+        """So many loads, once they have ended."""
         ended: list[Ended] = []
 
         def all_ended() -> bool:
             ended.extend(self.loads.take())
-            return len(ended) >= len(loads)
+            return len(ended) >= n
 
         poll_until(all_ended)
         return ended
@@ -162,3 +172,85 @@ def test_an_idle_engine_waits_for_a_load_that_runs(bench: Bench) -> None:
     bench.loads.start([bench.load()], copies)
     assert bench.loads.take(30.0) == [Ended("r", 4, whole=True)]
     assert bench.loads.take(30.0) == []  # none runs: it does not wait
+
+
+def test_it_waits_without_a_load_if_it_is_told_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a load that may come: then the engine looks again."""
+    bench, waited = Bench(None), list[float]()
+    monkeypatch.setattr(bench.loads._changed, "wait", waited.append)
+    assert bench.loads.take(0.5) == []
+    assert waited == []
+    assert bench.loads.take(0.5, anyway=True) == []
+    assert waited == [0.5]
+    bench.loads.close(5.0)
+
+
+def test_a_load_whose_turn_comes_too_late_is_not_read() -> None:
+    """A daemon that answers pings but misses deadlines holds up those before it."""
+    bench, entered, go = Bench(None), threading.Semaphore(0), threading.Event()
+
+    def reach() -> None:
+        entered.release()
+        assert go.wait(20.0)
+
+    bench.daemon.reach = reach  # type: ignore[method-assign]
+    copies: Any = bench.copies
+    bench.loads.start([bench.load() for _ in range(THREADS)], copies)
+    for _ in range(THREADS):
+        assert entered.acquire(timeout=20.0)
+    bench.loads.start([bench.load()], copies)
+    bench.clock.advance(TIMEOUT_S + 0.1)
+    go.set()
+    assert bench.ended(THREADS + 1) == [Ended("r", 0, whole=False)] * (THREADS + 1)
+    assert bench.recorder.take() == {MISSED: {"unavailable": THREADS, "deadline": 1}}
+    assert not entered.acquire(blocking=False)
+    bench.loads.close(5.0)
+
+
+class SlowLease(list[bytes]):
+    """Each of its blobs takes two seconds to come."""
+
+    reason = "deadline"
+
+    def __init__(self, clock: FakeClock, blobs: int) -> None:
+        super().__init__([bytes(BLOB_BYTES)] * blobs)
+        self._clock = clock
+        self.waits: list[float] = []
+
+    def __enter__(self) -> SlowLease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """It may be looked at still."""
+
+    def wait(self, number: int, *, timeout_s: float) -> bool:
+        self.waits.append(timeout_s)
+        self._clock.advance(min(2.0, timeout_s))
+        return timeout_s >= 2.0
+
+
+def test_all_blobs_of_a_window_share_a_deadline() -> None:
+    bench = Bench(None)
+    first, second = SlowLease(bench.clock, BLOBS), SlowLease(bench.clock, 0)
+    leases = [first, second]
+
+    class SlowClient:
+        def get(self, *args: Any, **kwargs: Any) -> SlowLease:
+            bench.clock.advance(1.0)
+            return leases.pop(0)
+
+    bench.daemon.client = SlowClient()
+    assert bench.run(bench.load(stream=True)) == [Ended("r", 2, whole=False)]
+    assert first.waits == [TIMEOUT_S - 1.0, TIMEOUT_S - 3.0, TIMEOUT_S - 5.0]
+    assert bench.recorder.take() == {MISSED: {"deadline": 1}}
+    bench.loads.close(5.0)
+
+
+def test_a_load_that_fails_after_its_last_blob_promises_less(bench: Bench) -> None:
+    """Else it would be asked for again, to the letter, for ever."""
+
+    def note(reason: str) -> None:
+        raise RuntimeError("nobody listens")
+
+    bench.daemon.note = note  # type: ignore[method-assign]
+    assert bench.run(bench.load()) == [Ended("r", BLOBS - 1, whole=False)]

@@ -9,7 +9,15 @@ import pytest
 
 from blobstore.clients.hit import Hit
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.lookups import FRESH_S, POLL_S, Lookup, Lookups
+from blobstore.clients.vllm.lookups import (
+    FRESH_S,
+    IDLE_PATIENCE_S,
+    PATIENCE_S,
+    POLL_S,
+    WAITING_MAX,
+    Lookup,
+    Lookups,
+)
 from blobstore.clients.vllm.options import Options
 from blobstore.hint import Hint
 from tests.support.polling import poll_until
@@ -17,6 +25,8 @@ from tests.support.vllm_fakes import FakeClient, FakeDaemon, FakeIdentity, FakeL
 
 TOKENS = list(range(40))
 HASHES = block_hashes(TOKENS)
+ALL = range(5)
+"""The blobs of the request."""
 
 
 class Bench:
@@ -32,12 +42,12 @@ class Bench:
             self.identity, daemon, Options(lookup_timeout_s=0.1), Faults(), clock=lambda: self.now_s
         )
 
-    def begin(self, lora: Any = None) -> Lookup:
-        return self.lookups.begin(lora, HASHES, Hint(session="s", turn=1))
+    def begin(self, lora: Any = None, needed: range = ALL) -> Lookup:
+        return self.lookups.begin(lora, HASHES, Hint(session="s", turn=1), needed)
 
-    def settled(self, lookup: Lookup) -> bool:
+    def settled(self, lookup: Lookup, needed: range = ALL) -> bool:
         self.lookups.next_step()
-        return self.lookups.settled(lookup, HASHES)
+        return self.lookups.settled(lookup, HASHES, needed)
 
     def answered(self, lookup: Lookup) -> None:
         poll_until(lookup.done.is_set)
@@ -95,7 +105,7 @@ def test_what_waited_too_long_behind_others_is_not_asked_at_all(bench: Bench) ->
     bench.client.answers.set()
     bench.answered(second)
     bench.answered(first)
-    assert second.hit.reason == "deadline"
+    assert second.answer.reason == "deadline"
     assert len(bench.client.hints) == 1
     assert second.ns is not None  # what it computes can be saved nevertheless
 
@@ -107,8 +117,21 @@ def test_one_step_waits_a_moment_for_all_of_its_requests(bench: Bench) -> None:
     bench.lookups._clock = lambda: next(clock)
     bench.lookups.next_step()
     for lookup in lookups:
-        bench.lookups.settled(lookup, HASHES)
+        bench.lookups.settled(lookup, HASHES, ALL)
     assert bench.lookups._patience_s <= 0
+
+
+@pytest.mark.parametrize(("idle", "waited_s"), [(True, IDLE_PATIENCE_S), (False, PATIENCE_S)])
+def test_an_answer_is_waited_for_longer_where_nothing_is_computed(
+    bench: Bench, idle: bool, waited_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.client.answers.clear()
+    lookup = bench.begin()
+    waits: list[float | None] = []
+    monkeypatch.setattr(lookup.done, "wait", waits.append)
+    bench.lookups.next_step(idle=idle)
+    bench.lookups.settled(lookup, HASHES, ALL)
+    assert waits == [waited_s]
 
 
 def test_without_a_daemon_nothing_is_asked(bench: Bench) -> None:
@@ -132,14 +155,14 @@ def test_what_is_on_ssd_is_brought_up_and_waited_for(bench: Bench) -> None:
     lookup = bench.begin()
     bench.answered(lookup)
     assert not bench.settled(lookup)
-    assert bench.client.prefetched == [3]
+    assert bench.client.prefetched == [2]
     bench.client.hit = Hit(3, 24, warm=3)
     bench.now_s += 2 * POLL_S
     bench.settled(lookup)
     bench.answered(lookup)
     assert bench.settled(lookup)
     assert lookup.hit.warm == 3
-    assert bench.client.prefetched == [3]
+    assert bench.client.prefetched == [2]
 
 
 def test_what_does_not_come_up_in_time_is_loaded_from_where_it_is(bench: Bench) -> None:
@@ -175,7 +198,90 @@ def test_a_doubted_answer_is_asked_for_again(bench: Bench) -> None:
     bench.client.hit = Hit(0, 0)
     bench.settled(lookup)
     bench.answered(lookup)
+    assert bench.settled(lookup)
     assert lookup.hit.blobs == 0
+
+
+def test_an_answer_that_came_during_a_long_step_is_used(bench: Bench) -> None:
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    bench.client.answers.clear()
+    bench.now_s += 2 * FRESH_S
+    assert not bench.settled(lookup)  # too old: asked again
+    bench.client.answers.set()
+    bench.answered(lookup)
+    bench.client.answers.clear()
+    bench.now_s += 2 * FRESH_S
+    assert bench.settled(lookup)
+
+
+def test_slow_answers_do_not_prolong_the_wait_for_the_ssd(bench: Bench) -> None:
+    bench.client.hit = Hit(3, 24, warm=1, eta_s=0.02)
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert not bench.settled(lookup)
+    bench.client.answers.clear()
+    for _ in range(4):  # steps of 9 ms, and no answer: twice the estimate is 40 ms
+        bench.now_s += 0.009
+        assert not bench.settled(lookup)
+    bench.now_s += 0.009
+    assert bench.settled(lookup)
+    assert (lookup.hit.blobs, lookup.hit.warm) == (3, 1)
+
+
+def test_what_the_engine_has_itself_is_neither_waited_for_nor_brought_up(bench: Bench) -> None:
+    bench.client.hit = Hit(3, 24, warm=0, eta_s=0.5)
+    lookup = bench.begin(needed=range(3, 5))
+    bench.answered(lookup)
+    assert bench.settled(lookup, range(3, 5))
+    assert bench.client.prefetched == []
+
+
+def test_of_a_chain_whose_head_is_not_in_dram_the_rest_is_looked_at(bench: Bench) -> None:
+    bench.client.hit, bench.client.tail = Hit(3, 24, warm=0, eta_s=0.5), Hit(1, 8, warm=1)
+    lookup = bench.begin(needed=range(2, 5))
+    bench.answered(lookup)
+    assert bench.settled(lookup, range(2, 5))
+    assert (bench.client.tails, bench.client.prefetched) == ([1], [])
+    bench.client.tail = Hit(1, 8, warm=0, eta_s=0.5)
+    colder = bench.begin(needed=range(2, 5))
+    bench.answered(colder)
+    assert not bench.settled(colder, range(2, 5))
+    assert bench.client.prefetched == [1]
+
+
+def test_where_nothing_is_needed_nothing_is_waited_for(bench: Bench) -> None:
+    bench.client.answers.clear()
+    lookup = bench.begin(needed=range(0))
+    assert bench.settled(lookup, range(0))
+    bench.client.answers.set()
+    bench.answered(lookup)
+    lookup.doubt()
+    bench.client.hit = Hit(1, 8, warm=1)
+    assert bench.settled(lookup, range(0))
+    bench.answered(lookup)
+    assert lookup.answer.blobs == 1
+
+
+def test_what_was_in_dram_at_first_is_told_after_the_rest_came_up(bench: Bench) -> None:
+    bench.client.hit = Hit(3, 24, warm=1, eta_s=0.5)
+    lookup = bench.begin()
+    bench.answered(lookup)
+    assert not bench.settled(lookup)
+    bench.client.hit = Hit(3, 24, warm=3)
+    bench.now_s += 2 * POLL_S
+    bench.settled(lookup)
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert (lookup.hit.warm, lookup.warm_at_first) == (3, 1)
+
+
+def test_more_questions_than_can_wait_are_misses_of_their_own_kind(bench: Bench) -> None:
+    bench.client.answers.clear()
+    lookups = [bench.begin() for _ in range(WAITING_MAX + 2)]
+    assert bench.settled(lookups[-1])
+    assert lookups[-1].hit.reason == "busy"
 
 
 def test_adapters_have_namespaces_of_their_own(bench: Bench) -> None:

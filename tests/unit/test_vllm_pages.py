@@ -23,6 +23,7 @@ from tests.support.vllm_engine import (
     FullAttentionSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    agreed,
     caches,
     engine,
     installed,
@@ -101,8 +102,7 @@ def test_a_payload_is_in_order_of_layer_head_and_token(layout: str, ratio: int, 
     identity = identity_of(config)
     pages = Pages(identity, config, held)
     assert told(pages, BLOCKS) == expected(identity, held, BLOCKS, ratio)
-    assert pages.nbytes == identity.geometry.layout.nbytes(TOKENS)
-    assert pages.spans[-1][1] == pages.nbytes
+    assert pages.spans[-1][1] == identity.geometry.layout.nbytes(TOKENS)
 
 
 @pytest.mark.usefixtures("memory")
@@ -161,7 +161,7 @@ def test_neighbours_are_copied_together() -> None:
 
 
 @pytest.mark.usefixtures("memory")
-def test_layer_by_layer() -> None:
+def test_one_layer_of_several() -> None:
     config = caches(FullAttentionSpec(), layers=3)
     held = filled(config)
     pages = Pages(identity_of(config), config, held)
@@ -169,10 +169,7 @@ def test_layer_by_layer() -> None:
     pages.read(BLOCKS, whole)
     at = pages.index("model.layers.2.self_attn.attn")
     assert at == 2
-    pages.read_layer(at, BLOCKS, one[at])
-    assert torch.equal(one[at], whole[at])
-    pages.write_layer(at, [[1, 2, 5, 6]], one[at])
-    pages.read_layer(at, [[1, 2, 5, 6]], whole[at])
+    pages.read(BLOCKS, [None, None, one[at]])
     assert torch.equal(one[at], whole[at])
     assert pages.index("another layer") is None
 
@@ -279,7 +276,7 @@ def test_two_ranks_fill_one_blob(kv: Client, spec: Any) -> None:
     group, keys = WriterGroup("engine"), [b"k" * 32]
     ranks = []
     for rank in range(2):
-        identity = identity_of(config, rank=rank, ranks=2, heads=4)
+        identity = agreed(identity_of(config, rank=rank, ranks=2, heads=4), config, 2)
         ranks.append((kv.namespace(identity.bound().namespace, identity.shard), identity))
     results = []
     for (ns, identity), mine in zip(ranks, held, strict=True):
@@ -302,7 +299,7 @@ def test_ranks_together_write_what_one_would() -> None:
     whole_config = caches(FullAttentionSpec(num_kv_heads=4))
     whole = filled(whole_config)
     alone = Pages(identity_of(whole_config, heads=4), whole_config, whole)
-    payload = bytearray(alone.nbytes)
+    payload = bytearray(alone.spans[-1][1])
     config = caches(FullAttentionSpec(num_kv_heads=2))
     for rank in range(2):
         heads = slice(2 * rank, 2 * rank + 2)

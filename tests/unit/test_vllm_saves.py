@@ -15,6 +15,7 @@ from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.metadata import Save
 from blobstore.clients.vllm.recorder import SAVED, SAVED_BYTES, UNSAVED, Data, Recorder
 from blobstore.clients.vllm.saves import Saves
+from blobstore.errors import Full
 from tests.support.polling import poll_until
 from tests.support.served_store import served_store
 from tests.support.vllm_fakes import (
@@ -40,7 +41,7 @@ class Bench:
         self.keys = self.identity.keys(block_hashes(TOKENS))
         self.copies = FakeCopies()
         self.copies.blocks = {block + 1: content(TOKENS, block) for block in range(8)}
-        self.client = client
+        self.client: Any = client
         self.daemon = FakeDaemon(client)
         self.recorder = Recorder()
         daemon: Any = self.daemon
@@ -61,6 +62,10 @@ class Bench:
             assert saving._ready.wait(10.0)
         copies: Any = self.copies
         self.saves.finish(copies)
+
+    def stored(self) -> int:
+        """Leading blobs that the store has."""
+        return int(self.client.match(self.ns, self.keys).blobs)
 
     def drain(self) -> Data:
         self.saves.close(10.0)
@@ -173,7 +178,7 @@ def test_what_is_computed_before_its_memory_is_there_is_stored_as_it_was(bench: 
         assert bytes(lease[0]) == content(TOKENS, 0) + content(TOKENS, 1)
         assert bytes(lease[3]) == content(TOKENS, 6) + content(TOKENS, 7)
     assert bench.drain()[SAVED] == {"": 32}
-    assert bench.saves._aside_bytes == 0
+    assert bench.saves._aside.held == 0
 
 
 @pytest.mark.parametrize(("name", "value"), [("RESERVE_S", 0.0), ("ASIDE_BYTES_MAX", 1)])
@@ -182,6 +187,7 @@ def test_memory_that_comes_too_late_is_given_back(
 ) -> None:
     """The step does not wait for it, and nothing half written is left."""
     monkeypatch.setattr(saves, name, value)
+    bench.saves._aside.most = saves.ASIDE_BYTES_MAX
     slow = slow_memory(bench)
     bench.saves.begin([bench.save()])
     copies: Any = bench.copies
@@ -192,7 +198,7 @@ def test_memory_that_comes_too_late_is_given_back(
     assert bench.client is not None
     assert bench.client.match(bench.ns, bench.keys).blobs == 0
     assert bench.saves.take_unsaved() == {"r": 0}
-    assert bench.saves._aside_bytes == 0
+    assert bench.saves._aside.held == 0
 
 
 def test_what_cannot_be_copied_aside_is_not_stored(bench: Bench) -> None:
@@ -203,7 +209,7 @@ def test_what_cannot_be_copied_aside_is_not_stored(bench: Bench) -> None:
     bench.saves.finish(copies)
     slow.set()
     assert bench.drain()[UNSAVED] == {"failed": 4}
-    assert bench.saves._aside_bytes == 0
+    assert bench.saves._aside.held == 0
 
 
 def test_a_copy_that_fails_stores_nothing(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
@@ -313,3 +319,194 @@ def test_a_layer_that_is_computed_in_portions_is_copied_at_the_end(tmp_path: Pat
         bench.saves.close(5.0)
         with client.get(bench.ns, bench.keys[:1]) as lease:
             assert bytes(lease[0]) == content(TOKENS, 0) + content(TOKENS, 1)
+
+
+def test_after_a_forward_that_failed_only_what_was_copied_before_is_stored(bench: Bench) -> None:
+    slow = slow_memory(bench)
+    bench.saves.begin([bench.save(0, 2)])
+    copies: Any = bench.copies
+    bench.saves.finish(copies)  # it is set aside
+    bench.saves.begin([bench.save(2, 4)])
+    bench.saves.stop()
+    slow.set()
+    poll_until(lambda: bench.stored() == 2, 10.0)
+    bench.step(bench.save(2, 4))
+    assert bench.drain()[UNSAVED] == {"failed": 2}
+    assert bench.stored() == 2
+    assert bench.saves.take_unsaved() == {"r": 2}
+
+
+def test_layers_before_the_one_that_failed_are_no_blob(tmp_path: Path) -> None:
+    with served_store(tmp_path / "b.sock") as served, Client(served.address) as client:
+        bench = layered(client, 4)
+        used: Any = bench.copies
+        bench.saves.begin([bench.save(0, 1)])
+        assert bench.saves._step[0]._ready.wait(10.0)
+        with client.get(bench.ns, bench.keys[:1], stream=True, wait=True) as lease:
+            for layer in range(2):
+                bench.saves.layer(used, layer, layer)
+                assert lease.wait(0, layer)
+            bench.saves.stop()
+            assert not lease.wait(0)
+        bench.saves.close(5.0)
+        assert bench.stored() == 0
+
+
+def test_a_copy_that_is_interrupted_is_not_stored(bench: Bench) -> None:
+    """By a signal, in the middle: the process may go on."""
+    bench.saves.begin([bench.save(0, 2), bench.save(2, 4)])
+    for saving in bench.saves._step:
+        assert saving._ready.wait(10.0)
+    copies: Any = InterruptedCopies(bench.copies)
+    with pytest.raises(KeyboardInterrupt):
+        bench.saves.finish(copies)
+    bench.saves.begin([])
+    bench.drain()
+    assert bench.stored() == 0
+
+
+class InterruptedCopies:
+    """Somebody presses Ctrl-C when the second blob is copied."""
+
+    def __init__(self, copies: FakeCopies) -> None:
+        self._copies = copies
+        self._left = 1
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._copies, name)
+
+    def out(self, *args: Any) -> Any:
+        if not self._left:
+            raise KeyboardInterrupt
+        self._left -= 1
+        return self._copies.out(*args)
+
+
+def test_a_layer_that_never_arrived_is_never_part_of_a_blob(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A device may fail when the engine has long gone on."""
+    with served_store(tmp_path / "b.sock") as served, Client(served.address) as client:
+        bench = layered(client, 4)
+        used: Any = bench.copies
+        bench.saves.begin([bench.save(0, 1)])
+        (saving,) = bench.saves._step
+        assert saving._ready.wait(10.0)
+        used.breaks = True
+        bench.saves.layer(used, 0, 0)
+        poll_until(lambda: not saving._finishes and saving._fault, 10.0)
+        used.breaks = False
+        for layer in range(1, 4):
+            bench.saves.layer(used, layer, layer)
+        bench.saves.finish(used)
+        assert bench.drain()[UNSAVED] == {"failed": 1}
+        assert bench.stored() == 0
+        assert "the device was lost" in caplog.text
+
+
+def test_copies_that_never_arrive_store_nothing(bench: Bench) -> None:
+    bench.copies.breaks = True
+    bench.step(bench.save())
+    assert bench.drain()[UNSAVED] == {"failed": 4}
+    assert bench.stored() == 0
+
+
+@pytest.mark.parametrize("retention", ["standard", "durable"])
+@pytest.mark.parametrize("room", [0, 1, 3])
+def test_blobs_without_room_for_their_copies_are_saved_later(
+    bench: Bench, room: int, retention: str
+) -> None:
+    """Those before them are saved now, and the others from the first of them on."""
+    bench.copies.room = room
+    bench.step(bench.save(retention=retention))
+    poll_until(lambda: bench.saves._unsaved, 10.0)
+    assert bench.stored() == room
+    assert bench.saves.take_unsaved() == {"r": room}
+    bench.copies.room = None
+    bench.step(bench.save(room))
+    data = bench.drain()
+    assert bench.stored() == BLOBS
+    assert data[UNSAVED] == {"busy": BLOBS - room}
+    assert data[SAVED] == {"": 32}
+
+
+def test_layers_without_room_are_no_blob(tmp_path: Path) -> None:
+    """The memory of blobs whose first layers were copied looks as if it was written."""
+    with served_store(tmp_path / "b.sock") as served, Client(served.address) as client:
+        bench = layered(client, 4)
+        used: Any = bench.copies
+        used.room = 5
+        bench.saves.begin([bench.save(0, 2)])
+        assert bench.saves._step[0]._ready.wait(10.0)
+        for layer in range(4):
+            bench.saves.layer(used, layer, layer)
+        used.room = 1
+        bench.saves.finish(used)
+        assert bench.drain()[UNSAVED] == {"busy": 2}
+        assert bench.stored() == 0
+
+
+@pytest.mark.parametrize("held", [0, 2])
+def test_blobs_without_room_for_copies_aside_are_saved_later(bench: Bench, held: int) -> None:
+    if held:
+        bench.step(bench.save(0, held))
+        poll_until(lambda: bench.stored() == held, 10.0)
+    slow = slow_memory(bench)
+    bench.copies.room = 2
+    bench.saves.begin([bench.save()])
+    copies: Any = bench.copies
+    bench.saves.finish(copies)
+    slow.set()
+    poll_until(lambda: bench.saves._unsaved, 10.0)
+    assert bench.drain()[UNSAVED] == {"busy": 2}
+    assert bench.stored() == 2
+    assert bench.saves.take_unsaved() == {"r": 2}
+    assert bench.saves._aside.held == 0
+
+
+class PartWriter:
+    """A writer of which the store takes no more than the first blobs."""
+
+    def __init__(self, before: str, why: str, error: Exception | None) -> None:
+        self.reasons = [before, before, why, why]
+        self.results = [before, before, "refused", "refused"]
+        self._error = error
+
+    def __getitem__(self, number: int) -> memoryview:
+        return memoryview(bytearray(BLOB_BYTES))
+
+    def seal(self, *, timeout_s: float) -> None:
+        self.results[:2] = ["stored", "stored"]
+        if self._error is not None:
+            raise self._error
+
+    def abort(self) -> None:
+        """It has ended."""
+
+
+class PartClient:
+    def __init__(self, writer: PartWriter) -> None:
+        self._writer = writer
+
+    def put(self, *args: Any, **kwargs: Any) -> PartWriter:
+        return self._writer
+
+
+@pytest.mark.parametrize(
+    ("before", "error", "stored", "why"),
+    [
+        ("", None, {"": 16}, "full"),
+        ("", Full("blob 2 of a durable put was refused: full"), {"": 16}, "failed"),
+        ("exists", None, None, "full"),
+    ],
+)
+def test_only_what_was_refused_is_counted_and_tried_again(
+    before: str, error: Exception | None, stored: Any, why: str
+) -> None:
+    client: Any = PartClient(PartWriter(before, "full", error))
+    bench = Bench(client)
+    bench.step(bench.save(0, 4))
+    data = bench.drain()
+    assert data.get(SAVED) == stored
+    assert data[UNSAVED] == {why: 2}
+    assert bench.saves.take_unsaved() == {"r": 2}

@@ -10,7 +10,7 @@ import pytest
 from blobstore.clients.hit import Hit
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.geometry import Group
-from blobstore.clients.vllm.lookups import Lookups
+from blobstore.clients.vllm.lookups import IDLE_PATIENCE_S, PATIENCE_S, Lookups
 from blobstore.clients.vllm.metadata import Outcomes, StepPlan
 from blobstore.clients.vllm.options import Options
 from blobstore.clients.vllm.recorder import FOUND, MISSED, Recorder
@@ -171,6 +171,33 @@ def test_the_tiers_of_a_hit_are_told(bench: Bench) -> None:
     assert data[FOUND] == {"dram": 8, "ssd": 16}
 
 
+def test_what_came_up_from_ssd_for_a_request_counts_as_from_there(bench: Bench) -> None:
+    bench.client.hit = Hit(4, 32, warm=2, eta_s=0.5)
+    asked = request()
+    assert bench.matched(asked, local=8) is None
+    bench.holds(4)
+    bench.now_s += 0.006
+    assert bench.matched(asked, local=8) == 24
+    assert bench.side.tiers(asked, 24) == (8, 16)
+    bench.side.allocated(asked, (TABLE,), 24)
+    (load,) = bench.step(asked, 0).loads
+    assert not load.stream
+
+
+def test_workers_hear_that_requests_wait_for_the_store(bench: Bench) -> None:
+    bench.client.hit = Hit(4, 32, warm=2, eta_s=0.5)
+    asked = request()
+    assert bench.matched(asked) is None
+    assert bench.side.plan(FakeOutput({}, {})) == StepPlan(idle=True, waiting=True)
+    assert bench.side.plan(FakeOutput({}, {})) == StepPlan(idle=True)
+
+
+def test_what_the_engine_has_of_its_own_is_waited_for_by_nobody(bench: Bench) -> None:
+    bench.client.answers.clear()
+    assert bench.side.matched(request(), 32) == 0
+    bench.client.answers.set()
+
+
 def test_a_request_is_saved_as_its_blobs_become_whole(bench: Bench) -> None:
     asked = request(21)
     bench.matched(asked)
@@ -298,6 +325,58 @@ def test_after_a_failed_load_less_is_promised_each_time(bench: Bench) -> None:
     assert bench.matched(asked) == 0
     (save,) = bench.step(asked, 44).saves
     assert save.first == 4  # the store says again that it holds so many
+
+
+def test_of_ranks_that_tell_in_different_steps_the_least_counts(bench: Bench) -> None:
+    bench.holds(4)
+    asked = request(44)
+    assert bench.matched(asked) == 32
+    bench.side.allocated(asked, (TABLE,), 32)
+    bench.side.heard(Outcomes(loaded={"r": 1}))
+    bench.side.heard(Outcomes(loaded={"r": 3}))
+    assert bench.matched(asked) == 8
+
+
+def test_saves_that_come_further_each_time_are_never_given_up(bench: Bench) -> None:
+    asked = request(200)
+    bench.matched(asked)
+    for first in range(1, 2 * FAILED_SAVES_MAX):
+        (save,) = bench.step(asked, 16).saves
+        assert save.first == first - 1
+        bench.side.heard(Outcomes(unsaved={"r": first}))
+        bench.now_s += RETRY_S
+
+
+def test_saves_go_on_from_the_first_blob_that_any_rank_lacks(bench: Bench) -> None:
+    asked = request(44)
+    bench.matched(asked)
+    assert len(bench.step(asked, 40).saves) == 1
+    for first in (1, 3):
+        bench.side.heard(Outcomes(unsaved={"r": first}))
+    bench.now_s += 4 * RETRY_S
+    (save,) = bench.step(asked, 4).saves
+    assert save.first == 1
+
+
+def test_a_hit_counts_once_though_its_load_is_tried_again(bench: Bench) -> None:
+    bench.holds(4)
+    asked = request(44)
+    assert bench.matched(asked) == 32
+    bench.side.allocated(asked, (TABLE,), 32)
+    bench.side.heard(Outcomes(loaded={"r": 3}))
+    assert bench.matched(asked) == 24
+    bench.side.allocated(asked, (TABLE,), 24)
+    data = bench.recorder.take()
+    assert data is not None
+    assert data[FOUND] == {"dram": 32}
+
+
+@pytest.mark.parametrize(("tokens", "patience_s"), [(0, IDLE_PATIENCE_S), (4, PATIENCE_S)])
+def test_who_computes_nothing_waits_longer_for_answers(
+    bench: Bench, tokens: int, patience_s: float
+) -> None:
+    bench.side.plan(FakeOutput({"r": tokens} if tokens else {}, {}))
+    assert bench.lookups._patience_s == patience_s
 
 
 def test_after_a_failed_load_the_store_is_asked_again(bench: Bench) -> None:

@@ -159,7 +159,7 @@ def test_drained_is_when_nothing_touches_the_rows_and_what_waits_has_failed(benc
     bench.jobs.save(1, CHUNKS, NO_PARAMS)
     assert bench.store.entered.acquire(timeout=JOIN_S)
     bench.jobs.save(2, CHUNKS, NO_PARAMS)
-    drained = threading.Thread(target=bench.jobs.drain)
+    drained = threading.Thread(target=bench.jobs.drain, args=[JOIN_S])
     drained.start()
     poll_until(lambda: bench.store.stopping, JOIN_S)
     assert drained.is_alive()
@@ -173,5 +173,16 @@ def test_drained_is_when_nothing_touches_the_rows_and_what_waits_has_failed(benc
 
 
 def test_nothing_to_drain_is_no_wait(bench: Bench) -> None:
-    bench.jobs.drain()
+    assert bench.jobs.drain(0.0) == 0
     assert bench.jobs.finished() == []
+
+
+def test_what_does_not_end_is_not_waited_for_for_ever(bench: Bench) -> None:
+    bench.jobs.save(1, CHUNKS, NO_PARAMS)
+    bench.jobs.load(2, CHUNKS, NO_PARAMS)
+    for _ in range(2):
+        assert bench.store.entered.acquire(timeout=JOIN_S)
+    assert bench.jobs.drain(0.0) == 2
+    assert not bench.store.stopping
+    bench.store.gate.set()
+    assert [job.done for job in bench.ended(2)] == [KEYS, KEYS]

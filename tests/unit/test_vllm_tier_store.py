@@ -133,7 +133,7 @@ def test_a_chunk_that_is_gone_leaves_the_others(daemon: Daemon) -> None:
     loaded = tier_store(daemon, reader, recorder).load(roots([0, 1, 2, 3]), NO_PARAMS)
     assert loaded == [key(0), key(2), key(3)]
     assert np.array_equal(reader.memory[2:4], writer.memory[2:4])
-    assert recorder.take() == {"misses": {"gone": 1}}
+    assert recorder.take() == {"misses": {"absent": 1}}
 
 
 def test_a_load_of_holes_ends(daemon: Daemon) -> None:
@@ -142,7 +142,7 @@ def test_a_load_of_holes_ends(daemon: Daemon) -> None:
     store.save([Chunk(key(15), 15, None)], NO_PARAMS)
     assert HOLES_MAX < 14
     assert store.load(roots(range(N_ROWS)), NO_PARAMS) == []
-    assert recorder.take() == {"misses": {"gone": N_ROWS}}
+    assert recorder.take() == {"misses": {"absent": N_ROWS}}
 
 
 def test_what_does_not_fit_is_not_stored_and_counted(daemon: Daemon) -> None:
@@ -218,7 +218,7 @@ def test_without_an_identity_nothing_is_asked() -> None:
     assert store.held([key(0)]) == [False]
     assert store.load(roots([0]), NO_PARAMS) == []
     assert store.save(roots([0]), NO_PARAMS) == []
-    assert recorder.take() == {"misses": {"identity": 2}, "unsaved_blobs": {"identity": 1}}
+    assert recorder.take() == {"misses": {"unnamed": 2}, "unsaved_blobs": {"unnamed": 1}}
 
 
 class Hung:

@@ -10,8 +10,8 @@ import pytest
 
 from blobstore.clients.vllm import files
 from blobstore.clients.vllm.adapters import Adapters
-from blobstore.clients.vllm.files import directory_digest, file_digest
-from blobstore.clients.vllm.weights import Weights, config_digest, weights_of
+from blobstore.clients.vllm.files import path_digest
+from blobstore.clients.vllm.weights import Weights, config_digest, digest_of, weights_of
 from blobstore.errors import InvalidRequest
 from tests.support.vllm_engine import HfConfig, engine
 
@@ -37,12 +37,12 @@ def weights(model: object, given: str = "", **changes: Any) -> Weights:
 
 
 def test_the_digest_of_a_folder_follows_its_files(folder: Path, tmp_path: Path) -> None:
-    seen = {directory_digest(folder)}
-    assert directory_digest(made(tmp_path / "copy")) in seen
+    seen = {path_digest(folder)}
+    assert path_digest(made(tmp_path / "copy")) in seen
     (folder / "README.md").write_text("another text")
     (folder / ".cache").mkdir()
     (folder / ".cache" / "x.bin").write_bytes(b"x")
-    assert directory_digest(folder) in seen
+    assert path_digest(folder) in seen
     for change in (
         lambda: (folder / "a.safetensors").write_bytes(b"w" * 999 + b"v"),
         lambda: (folder / "config.json").write_text("{ }"),
@@ -51,20 +51,20 @@ def test_the_digest_of_a_folder_follows_its_files(folder: Path, tmp_path: Path) 
         lambda: (folder / "b.safetensors").write_bytes(b""),
     ):
         change()
-        seen.add(directory_digest(folder))
+        seen.add(path_digest(folder))
     assert len(seen) == 6
 
 
 def test_large_files_are_read_in_runs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "_RUN_BYTES", 256)
     monkeypatch.setattr(files, "_READ_BYTES", 100)
-    before = file_digest(folder / "a.safetensors")
-    assert file_digest(folder / "a.safetensors") == before
+    before = path_digest(folder / "a.safetensors")
+    assert path_digest(folder / "a.safetensors") == before
     for at in 0, 255, 256, 999:
         changed = bytearray(b"w" * 1000)
         changed[at] = 0
         (folder / "a.safetensors").write_bytes(changed)
-        assert file_digest(folder / "a.safetensors") != before
+        assert path_digest(folder / "a.safetensors") != before
 
 
 def test_a_file_that_shrinks_meanwhile(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,15 +77,15 @@ def test_a_file_that_shrinks_meanwhile(folder: Path, monkeypatch: pytest.MonkeyP
 def test_a_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InvalidRequest, match="holds no weights"):
-        directory_digest(tmp_path)
+        path_digest(tmp_path)
 
 
 def test_folders_and_files_are_named_by_their_last_part(folder: Path) -> None:
     whole, one = weights(folder), weights(folder / "a.safetensors")
     assert whole.model == "model"
-    assert whole.digest() == f"files {directory_digest(folder)}"
+    assert whole.digest() == f"files {path_digest(folder)}"
     assert one.model == "a.safetensors"
-    assert one.digest() == f"files {file_digest(folder / 'a.safetensors')}"
+    assert one.digest() == f"files {path_digest(folder / 'a.safetensors')}"
 
 
 def test_snapshots_of_the_hub_are_known_by_their_commit(tmp_path: Path) -> None:
@@ -107,6 +107,21 @@ def test_dummy_and_given_weights() -> None:
     dummy = SimpleNamespace(value="dummy")
     assert weights("m", load_config__load_format=dummy).digest() == "dummy 0"
     assert weights("s3://m", "v7").digest() == "v7"
+
+
+def test_what_tells_weights_apart_is_asked_for_in_order(folder: Path, tmp_path: Path) -> None:
+    """A tier asks the same, with less to go by."""
+    snapshot = made(tmp_path / "models--org--m" / "snapshots" / COMMIT)
+
+    def told(model: object, given: str = "", commit: str = "") -> str | None:
+        digest = digest_of(str(model), given, commit)
+        return None if digest is None else digest()
+
+    assert told(snapshot, "given", "other") == "given"
+    assert told(snapshot, commit="other") == f"commit {COMMIT}"
+    assert told(folder, commit="other") == f"files {path_digest(folder)}"
+    assert told("org/m", commit="other") == "commit other"
+    assert told("org/m") is None
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,13 @@ from blobstore.clients.vllm.metadata import Outcomes, StepPlan
 from blobstore.clients.vllm.options import Options
 from blobstore.clients.vllm.recorder import LOADED, SAVED, Recorder, merge
 from blobstore.clients.vllm.scheduler_side import SchedulerSide
-from blobstore.clients.vllm.worker_side import WorkerSide
+from blobstore.clients.vllm.worker_side import IDLE_S, WorkerSide
 from tests.support.polling import poll_until
 from tests.support.served_store import ServedStore, served_store
 from tests.support.vllm_engine import (
     FullAttentionSpec,
     SlidingWindowSpec,
+    agreed,
     caches,
     engine,
     installed,
@@ -68,6 +69,7 @@ class Rank:
         faults = Faults()
         self.worker = WorkerSide(self.identity, self.daemon, options, self.recorder, faults)
         self.worker.register(config, self.tensors)
+        agreed(self.identity, config, ranks)
         self.lookups = Lookups(self.identity, self.daemon, options, faults)
         self.scheduler = SchedulerSide(self.identity, self.lookups, options, self.recorder, faults)
 
@@ -278,3 +280,128 @@ def test_layers_that_are_not_stored_are_no_matter(closing: ExitStack, served: Se
     writer = started(closing, served)
     writer.lead.worker.layer("model.layers.99.mlp")
     assert writer.lead.worker.take_finished() == (set(), set())
+
+
+class OutOfMemoryError(RuntimeError):
+    """What a forward may raise."""
+
+
+def failed(worker: WorkerSide, error: type[BaseException], *layers: str) -> None:
+    """A forward raises after some layers, and vLLM ends the step while that is under way."""
+    try:
+        for name in layers:
+            worker.layer(name)
+        raise error
+    finally:
+        worker.finish()
+        worker.take_finished()
+
+
+def planned(writer: Engine, name: str = "r") -> StepPlan:
+    """A step in which a request's two blobs become whole."""
+    asked = Request(name, list(range(70)))
+    assert writer.matched(asked) == 0
+    plan = writer.lead.scheduler.plan(FakeOutput({name: 70}, {name: ([3, 9, 4, 1, 7],)}))
+    assert len(plan.saves) == 1
+    return plan
+
+
+def stored(served: ServedStore) -> int:
+    with Client(served.address) as client:
+        return int(client.stats()["tiers"]["dram"]["blobs"])
+
+
+@pytest.mark.parametrize("error", [OutOfMemoryError, KeyboardInterrupt, SystemExit])
+@pytest.mark.parametrize("layerwise", [False, True])
+def test_what_a_failed_forward_left_is_never_stored(
+    closing: ExitStack, served: ServedStore, layerwise: bool, error: type[BaseException]
+) -> None:
+    writer = started(closing, served, layerwise=layerwise)
+    plan, worker = planned(writer), writer.lead.worker
+    writer.lead.begin(plan)
+    with pytest.raises(error):
+        failed(worker, error, *list(writer.lead.tensors)[: 2 * layerwise])
+    worker.close(5.0)
+    assert stored(served) == 0
+
+
+def test_after_a_failed_forward_nothing_is_saved(
+    closing: ExitStack, served: ServedStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its blocks are in vLLM's prefix cache, whose hits others would go on from."""
+    writer = started(closing, served)
+    plan, worker = planned(writer), writer.lead.worker
+    writer.lead.begin(plan)
+    with pytest.raises(OutOfMemoryError):
+        failed(worker, OutOfMemoryError)
+    for _ in range(2):
+        writer.lead.begin(plan)
+        worker.finish()
+    assert worker.take_outcomes() == Outcomes({}, {"r": 0})
+    worker.close(5.0)
+    assert stored(served) == 0
+    assert caplog.text.count("nothing is saved any more until the engine is restarted") == 1
+
+
+def test_a_step_that_was_never_finished_is_a_failed_forward(
+    closing: ExitStack, served: ServedStore
+) -> None:
+    writer = started(closing, served)
+    plan, worker = planned(writer), writer.lead.worker
+    writer.lead.begin(plan)
+    writer.lead.begin(plan)
+    worker.finish()
+    worker.close(5.0)
+    assert stored(served) == 0
+
+
+def test_steps_that_compute_nothing_may_end_anyhow(closing: ExitStack, served: ServedStore) -> None:
+    writer = started(closing, served)
+    plan, worker = planned(writer), writer.lead.worker
+    worker.begin(StepPlan(idle=True))
+    worker.begin(StepPlan(idle=True))
+    with pytest.raises(KeyboardInterrupt):
+        failed(worker, KeyboardInterrupt)
+    writer.lead.begin(plan)
+    worker.finish()
+    writer.saved(2)
+
+
+def test_an_exception_that_the_engine_runs_under_is_no_matter(
+    closing: ExitStack, served: ServedStore
+) -> None:
+    """Its user may run it while handling something."""
+    writer = started(closing, served)
+    plan = planned(writer)
+    try:
+        raise ValueError("something")
+    except ValueError:
+        writer.lead.begin(plan)
+        writer.lead.worker.finish()
+    writer.saved(2)
+
+
+@pytest.mark.parametrize(
+    ("plan", "waited"),
+    [
+        (StepPlan(), (0.0, False)),
+        (StepPlan(waiting=True), (0.0, True)),
+        (StepPlan(idle=True), (IDLE_S, False)),
+        (StepPlan(idle=True, waiting=True), (IDLE_S, True)),
+    ],
+)
+def test_an_idle_step_waits_also_while_requests_wait_for_an_answer(
+    closing: ExitStack, served: ServedStore, monkeypatch: pytest.MonkeyPatch,
+    plan: StepPlan, waited: tuple[float, bool],
+) -> None:  # fmt: skip
+    worker, asked = started(closing, served).lead.worker, list[tuple[float, bool]]()
+
+    def take(wait_s: float, *, anyway: bool) -> list[Any]:
+        asked.append((wait_s, anyway))
+        return []
+
+    monkeypatch.setattr(worker._loads, "take", take)
+    worker.begin(plan)
+    worker.finish()
+    assert worker.take_finished() == (set(), set())
+    assert asked == [waited]

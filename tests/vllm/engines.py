@@ -19,6 +19,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from blobstore.bench.engine_vllm_process import our_transfer
 from tests.support.polling import poll_until
 from tests.support.program import Program
 from tests.vllm.prompts import Request
@@ -45,15 +46,8 @@ KV_BYTES = 128 << 20
 _WARNING = re.compile(r"^WARNING blobstore\..*", re.MULTILINE)
 
 
-def connector(address: str, **extra: object) -> dict[str, Any]:
-    """The KVTransferConfig of an engine that keeps its KV in the daemon at `address`."""
-    return {
-        "kv_connector": "BlobStoreConnector",
-        "kv_connector_module_path": "blobstore.clients.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"address": address, **extra},
-    }
+connector = our_transfer
+"""The KVTransferConfig of an engine that keeps its KV in the daemon at an address."""
 
 
 class Engine:

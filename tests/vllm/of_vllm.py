@@ -6,6 +6,8 @@ import warnings
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer import kv_transfer_state
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.distributed.kv_transfer.kv_connector.utils import KVOutputAggregator
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
@@ -13,6 +15,7 @@ with warnings.catch_warnings():
     from vllm.engine.arg_utils import EngineArgs
     from vllm.sampling_params import SamplingParams
     from vllm.utils.hashing import get_hash_fn_by_name, sha256_cbor, xxhash
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     from vllm.v1.core import kv_cache_utils
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -43,6 +46,7 @@ with warnings.catch_warnings():
 
     from blobstore.clients.vllm.connector import (
         BlobStoreConnector,
+        BlobStoreHandshake,
         BlobStoreMetadata,
         BlobStoreWorkerMetadata,
     )
@@ -51,11 +55,13 @@ with warnings.catch_warnings():
 
 __all__ = [
     "BlobStoreConnector",
+    "BlobStoreHandshake",
     "BlobStoreMetadata",
     "BlobStorePromMetrics",
     "BlobStoreStats",
     "BlobStoreTier",
     "BlobStoreWorkerMetadata",
+    "CPUAttentionBackend",
     "EngineArgs",
     "FullAttentionSpec",
     "KVCacheConfig",
@@ -65,6 +71,7 @@ __all__ = [
     "KVConnectorOutput",
     "KVConnectorRole",
     "KVOutputAggregator",
+    "KVTransferConfig",
     "LookupResult",
     "ModelRunnerOutput",
     "OffloadingCacheConfig",
@@ -84,6 +91,7 @@ __all__ = [
     "TieringOffloadingSpec",
     "get_hash_fn_by_name",
     "kv_cache_utils",
+    "kv_transfer_state",
     "make_offload_key",
     "sha256_cbor",
     "unregister_vllm_metrics",

@@ -7,14 +7,16 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from blobstore.clients.vllm.identity import identify
-from blobstore.clients.vllm.options import Options
+from blobstore.bench.engine_vllm_process import our_transfer
+from blobstore.clients.vllm.identity import Identity
 from tests.support.polling import wait_s
 from tests.vllm.of_vllm import (
+    CPUAttentionBackend,
     EngineArgs,
     FullAttentionSpec,
     KVCacheConfig,
@@ -71,8 +73,6 @@ class SimulatedEngine:
         )
         self.caches.hash_block_size = hash_block
         self._config.cache_config.num_gpu_blocks = caches.num_blocks
-        extra = self._config.kv_transfer_config.kv_connector_extra_config
-        self.identity = identify(self._config, self.caches, Options.of(extra))
         self._ranks = [Rank(config, caches, rank, ranks) for rank in range(ranks)]
         self._worker = self._ranks[0].connector
         self._together = KVOutputAggregator(ranks)
@@ -81,6 +81,7 @@ class SimulatedEngine:
             block_size=scheduler_block, hash_block_size=hash_block,
         )  # fmt: skip
         assert type(self.scheduler).__name__ == ("AsyncScheduler" if ahead else "Scheduler")
+        self._shake_hands()
         hash_of = get_hash_fn_by_name(self._config.cache_config.prefix_caching_hash_algo)
         kv_cache_utils.init_none_hash(hash_of)
         self._hasher = kv_cache_utils.get_request_block_hasher(hash_block, hash_of)
@@ -92,6 +93,12 @@ class SimulatedEngine:
         self.failed_loads = 0
         self.preemptions = 0
         self._dictated: dict[tuple[int, ...], Bytes] = {}
+
+    @property
+    def identity(self) -> Identity:
+        """What its blobs are called."""
+        identity: Identity = self.scheduler.connector._identity
+        return identity
 
     def add(self, name: str, prompt: Sequence[int], answer: int, **params: Any) -> None:
         """A request that ends after `answer` tokens."""
@@ -160,6 +167,14 @@ class SimulatedEngine:
             rank.connector.shutdown()
         self.scheduler.shutdown()
 
+    def _shake_hands(self) -> None:
+        """As EngineCore does once the scheduler is made."""
+        said = {
+            (0, rank): each.connector.get_handshake_metadata()
+            for rank, each in enumerate(self._ranks)
+        }
+        self.scheduler.connector.set_xfer_handshake_metadata_pp_aware(said)
+
     def _take_in(self, output: SchedulerOutput) -> None:
         for name in output.finished_req_ids:
             self._running.pop(name, None)
@@ -215,16 +230,10 @@ def _config(home: Path, address: str, ahead: bool, layerwise: bool) -> Any:
     folder = home / "formula"
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text(json.dumps(_MODEL))
-    transfer = {
-        "kv_connector": "BlobStoreConnector",
-        "kv_connector_module_path": "blobstore.clients.vllm",
-        "kv_role": "kv_both",
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {
-            "address": address, "tokens_per_blob": 64, "weights_digest": "a formula",
-            "lookup_timeout_s": 0.5, "timeout_s": 1.0, "layerwise": layerwise,
-        },
-    }  # fmt: skip
+    transfer = our_transfer(
+        address, tokens_per_blob=64, weights_digest="a formula",
+        lookup_timeout_s=0.5, timeout_s=1.0, layerwise=layerwise,
+    )  # fmt: skip
     config = EngineArgs(
         model=str(folder), skip_tokenizer_init=True, enforce_eager=True, dtype="bfloat16",
         max_model_len=1024, max_num_seqs=6, max_num_batched_tokens=160, block_size=BLOCK,
@@ -232,8 +241,13 @@ def _config(home: Path, address: str, ahead: bool, layerwise: bool) -> Any:
         kv_transfer_config=transfer, disable_hybrid_kv_cache_manager=False,
     ).create_engine_config()  # fmt: skip
     config.scheduler_config.async_scheduling = ahead  # which vLLM does not do on CPUs
+    for at in range(2 * LAYERS):
+        config.compilation_config.static_forward_context[layer_name(at)] = _ATTENTION
     return config
 
+
+_ATTENTION = SimpleNamespace(get_attn_backend=lambda: CPUAttentionBackend)
+"""What a model's layers would say of themselves."""
 
 _MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 32,
@@ -241,6 +255,11 @@ _MODEL = {
     "num_hidden_layers": 2 * LAYERS, "vocab_size": VOCABULARY, "max_position_embeddings": 1024,
     "torch_dtype": "bfloat16",
 }  # fmt: skip
+
+
+def layer_name(number: int) -> str:
+    """As a model's."""
+    return f"model.layers.{number}.self_attn.attn"
 
 
 def _caches(sliding: bool, num_blocks: int, heads: int) -> KVCacheConfig:
@@ -251,6 +270,6 @@ def _caches(sliding: bool, num_blocks: int, heads: int) -> KVCacheConfig:
         specs.append(SlidingWindowSpec(block_size=2 * BLOCK, sliding_window=WINDOW, **sizes))
     groups = []
     for at, spec in enumerate(specs):
-        names = [f"model.layers.{n * len(specs) + at}.self_attn.attn" for n in range(LAYERS)]
+        names = [layer_name(n * len(specs) + at) for n in range(LAYERS)]
         groups.append(KVCacheGroupSpec(names, spec))
     return KVCacheConfig(num_blocks=num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)

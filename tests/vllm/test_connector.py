@@ -208,11 +208,15 @@ def test_both_halves_count_and_vllm_adds_up(engine: SimulatedEngine) -> None:
     assert BlobStoreConnector.build_kv_connector_stats().is_empty()
 
 
-def test_after_a_reset_nothing_of_before_is_found(engine: SimulatedEngine) -> None:
+def test_after_a_reset_nothing_of_before_is_found(
+    engine: SimulatedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
     stored(engine)
     assert found(engine) == WHOLE_BLOBS
-    assert engine.scheduler.connector.reset_cache() is True
+    with caplog.at_level(logging.WARNING, "blobstore"):
+        assert engine.scheduler.connector.reset_cache() is True
     assert found(engine) == 0
+    assert caplog.text.count("this engine finds nothing that was stored before") == 1
 
 
 @pytest.mark.parametrize(("role", "tokens"), [("kv_producer", 0), ("kv_consumer", WHOLE_BLOBS)])

@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 
 from blobstore.bench.engine_vllm_model import model_directory
+from blobstore.cli.ask import reached
+from blobstore.cli.naming import all_namespaces
 from blobstore.clients import Client
+from blobstore.namespace import Namespace
+from blobstore.protocol import List, Report
 from tests.support.daemon import Daemon, daemon
 from tests.support.polling import poll_until
 from tests.vllm.answers import Answers, assert_right, cached
@@ -60,10 +64,23 @@ def test_an_engine_as_vllm_runs_it_finds_what_another_stored(
     with nursery.engine(transfer, alone=True) as engine:
         assert_right(engine.run(SOME, at_once=4), expected)
         wait_idle_tail(run, SOME)
+    (order,) = orders(run)
+    assert order.split(",")[-1].startswith("CPU_ATTN."), "the backend that computed"
     with nursery.engine(transfer) as engine:
         answers = engine.run(SOME, at_once=4)
         assert_right(answers, expected)
         assert cached(answers) == WHOLE
+    assert orders(run) == {order}
+
+
+def orders(run: Daemon) -> set[str]:
+    """How blocks are laid out in blobs, as the store's namespaces say."""
+    with reached(run.socket, 10.0) as asked:
+        found = set()
+        for facts in all_namespaces(asked):
+            page = asked.ask(List(bytes.fromhex(facts["id"]), b"", 1), Report).body
+            found.add(Namespace.decode(page["namespace"]["encoding"]).layout.order)
+    return found
 
 
 def wait_idle_tail(run: Daemon, requests: list[Request]) -> None:

@@ -32,9 +32,11 @@ def test_fifty_requests_and_restarts_of_both(
         with nursery.engine(transfer, **SMALL) as engine:
             assert_right(engine.run(requests, at_once=4), expected)
             preempt(engine, expected)
+            assert_counted(engine, "saved_tokens", "saved_bytes", "misses")
             assert engine.warnings == []
         with nursery.engine(transfer, **SMALL) as engine:
             assert_restored(engine, requests[:15], expected)
+            assert_counted(engine, "hit_tokens", "loaded_tokens", "loaded_bytes")
             with Client(run.address) as kv:
                 wait_saved(kv)
             run.kill()
@@ -53,6 +55,12 @@ def assert_restored(engine: Engine, requests: Sequence[Request], expected: Answe
     answers = engine.run(requests, at_once=4)
     assert_right(answers, expected)
     assert cached(answers) > 0.9 * sum(len(one.tokens) // BLOB * BLOB for one in requests)
+
+
+def assert_counted(engine: Engine, *names: str) -> None:
+    """vLLM has taken up what the connector counted."""
+    found = engine.ask("metrics")
+    assert all(found[f"vllm:blobstore_{name}"] > 0 for name in names), found
 
 
 def preempt(engine: Engine, expected: Answers) -> None:

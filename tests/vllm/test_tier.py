@@ -17,7 +17,7 @@ import pytest
 
 from blobstore.clients import Client
 from blobstore.clients.bound import BoundNamespace
-from blobstore.errors import InvalidRequest
+from blobstore.errors import DeadlineExceeded, InvalidRequest
 from tests.support.polling import poll_until
 from tests.support.served_store import ServedStore, served_store
 from tests.vllm.of_vllm import (
@@ -287,6 +287,14 @@ def test_a_reset_waits_for_what_is_under_way(start: Start) -> None:
     assert engine.found(engine.request("r", keys), keys) in (0, 8)
 
 
+def test_a_reset_that_cannot_be_safe_is_none(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+    ready(engine)
+    monkeypatch.setattr(engine.tier._jobs, "drain", lambda timeout_s: 2)
+    with pytest.raises(DeadlineExceeded, match="2 transfers with the store"):
+        engine.manager.reset_cache()
+
+
 OTHERS: list[dict[str, Any]] = [
     {"dtype": "float16"},
     {"cache": OffloadingCacheConfig(BLOCK_TOKENS // 2, BLOCKS_PER_CHUNK)},
@@ -317,6 +325,9 @@ def test_chunks_of_another_identity_are_never_found(
     look("hashes")
     monkeypatch.delenv("PYTHONHASHSEED")
     kv_cache_utils.init_none_hash(sha256_cbor)
+    monkeypatch.setenv("VLLM_ROCM_USE_AITER", "1")
+    look("what decides on a backend")
+    monkeypatch.delenv("VLLM_ROCM_USE_AITER")
     look("nothing")
     (model / "model.safetensors").write_bytes(b"WEIGHTS" * 1000)
     look("weights")
