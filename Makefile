@@ -101,8 +101,9 @@ lint: $(VENV)/.dev
 bench: $(VENV)/.demo
 	@for bench in $(BENCHES); do echo "== bench $$bench =="; $(BIN)/blobstore bench $$bench $(ARGS); done
 
-soak: $(VENV)/.dev
+soak: $(VENV)/.dev $(VENV_VLLM)/.vllm
 	$(BIN)/pytest -m soak --timeout 0 $(ARGS)
+	$(VENV_VLLM)/bin/pytest -m soak --timeout 0 tests/vllm $(ARGS)
 
 # Contracts of clients, policies and tiers against the wheel as users install it, in another directory. What only tests need (a browser's
 # driver, torch, rivals: gigabytes) is borrowed from the environment that has it.

@@ -77,14 +77,18 @@ class Server:
         self._log = folder / f"vllm {number}.log"
         line = [each.replace(SOCKET, store) for each in start_without_gpu(model_directory(LAYERS))]
         inherited = {k: v for k, v in os.environ.items() if k != "PYTHONHASHSEED"}
-        own = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_SERVER_DEV_MODE": "1"}
+        own = {
+            "VLLM_CPU_KVCACHE_SPACE": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",
+        }
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 [*line, "--host", "127.0.0.1", "--port", str(port)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=inherited | ENVIRON | own | {"VLLM_CPU_KVCACHE_SPACE": "1"},
+                env=inherited | ENVIRON | own,
                 start_new_session=True,
             )
 
