@@ -88,8 +88,18 @@ def beside_row(
     return _row(name, ours, limits, limit_name, least)
 
 
-def throughput_row(name: str, pairs: Pairs, least: float, *, tokens_equal: bool) -> VllmRow:
-    """How long prompts that nothing begins like took, beside an engine without a connector."""
+def throughput_row(
+    name: str, pairs: Pairs, pace: float, least: float, *, tokens_equal: bool
+) -> VllmRow:
+    """How long prompts that nothing begins like took, beside an engine without a connector.
+
+    As if both engines were equally fast: the other's seconds are taken times `pace`.
+    """
+    pairs = Pairs(
+        pairs.measured_s,
+        tuple(pace * seconds for seconds in pairs.limit_s),
+        tuple(pace * ratio for ratio in pairs.ratios),
+    )
     return VllmRow(
         name=name,
         limit_name="no connector",
