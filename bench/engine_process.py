@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -88,10 +89,10 @@ class ModelProcess:
         assert process.stdout is not None
         with contextlib.suppress(OSError):
             process.stdin.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(self._stop_s)
-        self._kill()
-        process.wait()
+        if process.returncode is None:
+            self._wait_for_end(self._stop_s)
+            self._kill()
+            process.wait()
         process.stdout.close()
         self._log.close()
 
@@ -114,14 +115,23 @@ class ModelProcess:
         finally:
             late.cancel()
             late.join()
-        if not line:
+        if not line.endswith("\n"):  # it ended, maybe in the midst of a line
             raise EngineDied(f"the engine process ended: {self._last_words()}")
         reply: dict[str, Any] = json.loads(line)
         return reply
 
+    def _wait_for_end(self, seconds: float) -> None:
+        """Leaves it unreaped: until then no other process group can have its number."""
+        ended = os.pidfd_open(self._process.pid)
+        try:
+            select.select([ended], [], [], seconds)
+        finally:
+            os.close(ended)
+
     def _last_words(self) -> str:
-        self._kill()
-        self._process.wait()
+        if self._process.returncode is None:
+            self._kill()
+            self._process.wait()
         self._log.seek(0)
         return " / ".join(self._log.read().decode(errors="replace").splitlines()[-_LINES:])
 

@@ -29,6 +29,9 @@ log = logging.getLogger("blobstore.clients.vllm")
 CLOSE_S = 5.0
 """How long a stopping engine waits until its saves are sealed: as long as vLLM for its workers."""
 
+RECOMPUTE = "recompute"
+"""The policy by which a request whose load failed is computed."""
+
 
 @dataclass
 class BlobStoreMetadata(base.KVConnectorMetadata):
@@ -82,17 +85,22 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         self._worker: WorkerSide | None = None
         faults = Faults()
         if role == base.KVConnectorRole.SCHEDULER:
-            self._lookups = Lookups(self._identity, self._daemon, self._options, faults)
+            in_step = getattr(vllm_config.parallel_config, "data_parallel_size", 1) > 1
+            self._lookups = Lookups(
+                self._identity, self._daemon, self._options, faults, in_step=in_step
+            )
             self._scheduler = SchedulerSide(
                 self._identity, self._lookups, self._options, self._recorder, faults,
                 reads=self._kv_transfer_config.is_kv_consumer,
                 writes=self._kv_transfer_config.is_kv_producer,
+                in_step=in_step,
             )  # fmt: skip
             self._warn_of_policy()
         else:
             self._worker = WorkerSide(
-                self._identity, self._daemon, self._options, self._recorder, faults
-            )
+                self._identity, self._daemon, self._options, self._recorder, faults,
+                recomputes=self._policy == RECOMPUTE,
+            )  # fmt: skip
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -274,14 +282,18 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         unsaid, self._unsaid = self._unsaid, {}
         return unsaid
 
+    @property
+    def _policy(self) -> str:
+        """What the engine does with a request whose load failed."""
+        return str(getattr(self._kv_transfer_config, "kv_load_failure_policy", RECOMPUTE))
+
     def _warn_of_policy(self) -> None:
-        policy = getattr(self._kv_transfer_config, "kv_load_failure_policy", "recompute")
-        if policy != "recompute":
+        if self._policy != RECOMPUTE:
             log.warning(
                 "kv_load_failure_policy=%r ends a request with an error when its prefix leaves the "
                 'store before it is read: set "kv_load_failure_policy": "recompute" beside '
                 '"kv_connector", and it is computed instead',
-                policy,
+                self._policy,
             )
 
 

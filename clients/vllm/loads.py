@@ -46,7 +46,8 @@ class Ended:
 class Loads:
     """All loads of a worker. `start` and `take` are called by the engine's thread.
 
-    One that has waited for longer than `timeout_s` when its turn comes is not read at all.
+    Where they `may_fail`, one that has waited for longer than `timeout_s`, for each of its
+    windows, when its turn comes is not read at all.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Loads:
         timeout_s: float,
         *,
         tells_tokens: bool = True,
+        may_fail: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._place = place
@@ -66,6 +68,7 @@ class Loads:
         self._faults = faults
         self._timeout_s = timeout_s
         self._tells_tokens = tells_tokens
+        self._may_fail = may_fail
         self._clock = clock
         self._lane = Lane("loads", threads=THREADS, waiting_max=WAITING_MAX)
         self._changed = threading.Condition()
@@ -113,7 +116,8 @@ class Loads:
     def _in_time(self, run: _Run) -> bool:
         """Whether a load is begun soon enough: the engine could have computed it meanwhile."""
         run.began_s = self._clock()
-        return run.began_s <= run.posted_s + self._timeout_s
+        windows = 1 + len(run.load.keys) // run.load.key_bytes // self._blobs_per_window
+        return not self._may_fail or run.began_s <= run.posted_s + windows * self._timeout_s
 
     def _count(self, run: _Run, reason: str) -> None:
         if reason:
@@ -132,7 +136,7 @@ class Loads:
             return ABSENT
         ns = self._place.bound_of(run.load.namespace)
         hint = Hint.from_dict(run.load.hint)
-        step = max(1, WINDOW_BYTES // self._place.blob_bytes)
+        step = self._blobs_per_window
         while run.done < len(keys):
             client = self._daemon.reach()
             if client is None:
@@ -143,6 +147,10 @@ class Loads:
             if run.done == before:
                 return reason or ABSENT
         return ""
+
+    @property
+    def _blobs_per_window(self) -> int:
+        return max(1, WINDOW_BYTES // self._place.blob_bytes)
 
     def _window(self, run: _Run, client: Client, ns: BoundNamespace, keys: Keys, hint: Hint) -> str:
         """Read some of `keys`, by one deadline for all of them; why it ends where it does."""

@@ -31,7 +31,7 @@ from blobstore.keys import Keys
 PATIENCE_S = 0.002
 """How long one step of the scheduler waits for answers, all of its requests together."""
 IDLE_PATIENCE_S = 0.02
-"""The same after a step that computed nothing: nobody is held up, and another step costs more."""
+"""The same after a step that computed nothing and held nobody up: another step costs more."""
 POLL_S = 0.005
 """Between two questions about what is on its way from SSD."""
 FRESH_S = 1.0
@@ -99,7 +99,10 @@ class Lookup:
 
 
 class Lookups:
-    """All questions of a scheduler. Only its thread calls; nothing blocks or raises."""
+    """All questions of a scheduler. Only its thread calls; nothing blocks or raises.
+
+    An engine that goes `in_step` with others holds them up also where it computes nothing.
+    """
 
     def __init__(
         self,
@@ -108,14 +111,17 @@ class Lookups:
         options: Options,
         faults: Faults,
         clock: Callable[[], float] = time.monotonic,
+        *,
+        in_step: bool = False,
     ) -> None:
+        self._idle_patience_s = PATIENCE_S if in_step else IDLE_PATIENCE_S
         self._namespaces = namespaces
         self._daemon = daemon
         self._options = options
         self._faults = faults
         self._clock = clock
         self._lane = Lane("lookups", waiting_max=WAITING_MAX)
-        self._patience_s = IDLE_PATIENCE_S
+        self._patience_s = self._idle_patience_s
         self._checked = False
         self._generation = ""
         self._lane.post(self._prepare)
@@ -143,7 +149,7 @@ class Lookups:
 
     def next_step(self, *, idle: bool = False) -> None:
         """The scheduler begins another step; `idle` if the engine computes nothing meanwhile."""
-        self._patience_s = IDLE_PATIENCE_S if idle else PATIENCE_S
+        self._patience_s = self._idle_patience_s if idle else PATIENCE_S
 
     def tell(self, lookup: Lookup, block_hashes: Sequence[bytes], finish: str) -> None:
         """Let the store know why the model stopped with these tokens; one-way."""
@@ -166,9 +172,11 @@ class Lookups:
         if self._is_stale(lookup):
             self._ask(lookup, block_hashes, needed)
         if not needed:
+            lookup.seen = True
             return True
         if not self._awaited(lookup):
-            return self._given_up(lookup)
+            lookup.seen = self._given_up(lookup)
+            return lookup.seen
         if not lookup.seen and lookup.cold_since_s is None:
             lookup.warm_at_first = lookup.answer.warm
         lookup.seen, lookup.hit, lookup.needed = True, lookup.answer, needed
@@ -244,15 +252,18 @@ class Lookups:
 
     def _space(self, lora: Any) -> BoundNamespace | None:
         """The namespace of requests with this adapter, or None if it cannot be told."""
+        adapter = f" with the adapter {lora.lora_name}" if lora is not None else ""
+        what = f"requests{adapter} are neither stored nor read"
         try:
             if not self._checked:
                 self._namespaces.check_hashes()
                 self._checked = True
-            return self._of_generation(self._namespaces.bound(self._namespaces.adapter_of(lora)))
+            ns = self._of_generation(self._namespaces.bound(self._namespaces.adapter_of(lora)))
         except (BlobStoreError, OSError) as error:
-            adapter = f" with the adapter {lora.lora_name}" if lora is not None else ""
-            self._faults.note(f"requests{adapter} are neither stored nor read", str(error))
+            self._faults.note(what, str(error))
             return None
+        self._faults.note(what, "")
+        return ns
 
     def _of_generation(self, ns: BoundNamespace) -> BoundNamespace:
         if not self._generation:
@@ -278,11 +289,10 @@ class Lookups:
             held = client.match(ns, keys[needed.start : hit.blobs], timeout_s=timeout_s)
             hit = msgspec.structs.replace(hit, warm=needed.start + held.warm, eta_s=held.eta_s)
         cold = _on_ssd(hit, needed)
-        if cold and not (
-            cold.start >= lookup.prefetched.start and cold.stop <= lookup.prefetched.stop
-        ):
-            client.prefetch(ns, keys[cold.start : cold.stop], timeout_s=timeout_s)
-            lookup.prefetched = cold
+        if not set(cold) <= set(lookup.prefetched):
+            started = client.prefetch(ns, keys[cold.start : cold.stop], timeout_s=timeout_s)
+            cold = range(cold.start, cold.start + started)
+        lookup.prefetched = cold  # less each time, as they come up: what leaves again is not in it
         self._daemon.note(hit.reason)
         return hit
 

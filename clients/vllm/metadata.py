@@ -55,12 +55,14 @@ class StepPlan:
     """All for one step of the engine; an `idle` one computes nothing.
 
     `waiting`: some request waits for the store's answer, or for what comes from its SSD.
+    `at_once`: other engines go in step with this one, so not even an idle step may wait.
     """
 
     loads: list[Load] = field(default_factory=list)
     saves: list[Save] = field(default_factory=list)
     idle: bool = False
     waiting: bool = False
+    at_once: bool = False
 
 
 @dataclass(slots=True)

@@ -60,7 +60,8 @@ class Identified(Namespaces, Protocol):
 class SchedulerSide:
     """Answers the scheduler, and plans each step for the workers.
 
-    An engine that only `reads` saves nothing, one that only `writes` loads nothing.
+    An engine that only `reads` saves nothing, one that only `writes` loads nothing. One that
+    goes `in_step` with others never waits.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class SchedulerSide:
         *,
         reads: bool = True,
         writes: bool = True,
+        in_step: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
@@ -86,6 +88,7 @@ class SchedulerSide:
         self._turns = Turns()
         self._requests: dict[str, RequestState] = {}
         self._loads: list[Load] = []
+        self._in_step = in_step
         self._waiting = False
         """Whether a request waits for an answer of the store, or for what comes from SSD."""
 
@@ -114,7 +117,8 @@ class SchedulerSide:
 
     def plan(self, output: Any) -> StepPlan:
         """What the workers are to do in the step that `output` describes."""
-        plan = StepPlan(self._loads, idle=not output.num_scheduled_tokens, waiting=self._waiting)
+        idle = not output.num_scheduled_tokens
+        plan = StepPlan(self._loads, idle=idle, waiting=self._waiting, at_once=self._in_step)
         self._lookups.next_step(idle=plan.idle)
         self._loads, self._waiting = [], False
         if self._lookups.usable:

@@ -30,7 +30,10 @@ Else the engine would spin meanwhile.
 
 
 class WorkerSide:
-    """Loads and saves of one rank; called by the engine's thread, step by step."""
+    """Loads and saves of one rank; called by the engine's thread, step by step.
+
+    An engine that does not compute a request itself whose load failed ends it with an error.
+    """
 
     def __init__(
         self,
@@ -39,12 +42,14 @@ class WorkerSide:
         options: Options,
         recorder: Recorder,
         faults: Faults,
+        *,
+        recomputes: bool = True,
     ) -> None:
         self._identity = identity
         self._faults = faults
         leads = identity.shard is None or identity.shard.tp_rank == 0
         told = (identity, daemon, recorder, faults, options.timeout_s)
-        self._loads = Loads(*told, tells_tokens=leads)
+        self._loads = Loads(*told, tells_tokens=leads, may_fail=recomputes)
         self._saves = Saves(*told, tells_tokens=leads)
         self._copies: Copies | None = None
         self._numbers: dict[str, tuple[int, int | None]] = {}
@@ -86,16 +91,17 @@ class WorkerSide:
 
         vLLM calls this then, too, while the exception is under way.
         """
-        raised = sys.exc_info()[1] is not self._handled
-        computing, self._computing, self._handled = self._computing, False, None
-        if raised and computing:
+        computing, self._computing = self._computing, False
+        if self._raised() and computing:
             self._distrust()
         elif self._copies is not None:
             self._faults.guarded(None, self._saves.finish, self._copies)
 
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them that failed."""
-        wait_s = IDLE_S if self._plan.idle else 0.0
+        if self._raised():  # vLLM drops what it is told now
+            return set(), set()
+        wait_s = IDLE_S if self._plan.idle and not self._plan.at_once else 0.0
         ended = self._loads.take(wait_s, anyway=self._plan.waiting)
         failed = {load.request_id: load.blobs for load in ended if not load.whole}
         self._loaded.update(failed)
@@ -103,6 +109,8 @@ class WorkerSide:
 
     def take_outcomes(self) -> Outcomes | None:
         """What the scheduler's half should know of; None if all went well."""
+        if self._raised():
+            return None
         loaded, self._loaded = self._loaded, {}
         return Outcomes(loaded, self._saves.take_unsaved()) or None
 
@@ -110,6 +118,10 @@ class WorkerSide:
         """Seal what was copied, within `timeout_s`."""
         self._saves.close(timeout_s)
         self._loads.close(timeout_s)
+
+    def _raised(self) -> bool:
+        """Whether an exception ends this step."""
+        return sys.exc_info()[1] is not self._handled
 
     def _distrust(self) -> None:
         """A forward has failed: its blocks count as computed in vLLM, which may go on with them."""

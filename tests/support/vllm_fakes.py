@@ -192,6 +192,8 @@ class FakeClient:
         self.hints: list[dict[str, Any]] = []
         self.tails: list[int] = []
         self.prefetched: list[int] = []
+        self.room = 1 << 20
+        """For how many blobs DRAM has room."""
         self.declared: list[Namespace] = []
 
     def namespace(self, namespace: Namespace, shard: Any) -> None:
@@ -208,7 +210,7 @@ class FakeClient:
 
     def prefetch(self, ns: BoundNamespace, keys: Keys, *, timeout_s: float) -> int:
         self.prefetched.append(len(keys))
-        return len(keys)
+        return min(len(keys), self.room)
 
 
 class FakeDaemon:

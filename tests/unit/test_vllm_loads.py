@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from blobstore.clients import Client
 from blobstore.clients.vllm.faults import Faults
-from blobstore.clients.vllm.loads import THREADS, Ended, Loads
+from blobstore.clients.vllm.loads import THREADS, WINDOW_BYTES, Ended, Loads, _Run
 from blobstore.clients.vllm.metadata import Load
 from blobstore.clients.vllm.recorder import LOADED, LOADED_BYTES, MISSED, Recorder
 from tests.support.clock import FakeClock
@@ -29,6 +30,7 @@ from tests.support.vllm_fakes import (
 TOKENS = list(range(32))
 BLOBS = 4
 TIMEOUT_S = 5.0
+BLOBS_A_WINDOW = WINDOW_BYTES // BLOB_BYTES
 OTHERS = b"another request's"
 
 
@@ -204,6 +206,29 @@ def test_a_load_whose_turn_comes_too_late_is_not_read() -> None:
     assert bench.ended(THREADS + 1) == [Ended("r", 0, whole=False)] * (THREADS + 1)
     assert bench.recorder.take() == {MISSED: {"unavailable": THREADS, "deadline": 1}}
     assert not entered.acquire(blocking=False)
+    bench.loads.close(5.0)
+
+
+@pytest.mark.parametrize(
+    ("late_s", "blobs", "may_fail", "in_time"),
+    [
+        (TIMEOUT_S, BLOBS, True, True),
+        (TIMEOUT_S + 0.1, BLOBS, True, False),
+        (TIMEOUT_S + 0.1, BLOBS, False, True),
+        (4 * TIMEOUT_S, 3 * BLOBS_A_WINDOW, True, True),
+        (4 * TIMEOUT_S + 0.1, 3 * BLOBS_A_WINDOW, True, False),
+    ],
+)
+def test_a_load_may_be_as_late_as_it_is_long(
+    late_s: float, blobs: int, may_fail: bool, in_time: bool
+) -> None:
+    bench = Bench(None)
+    bench.loads._may_fail = may_fail
+    load = replace(bench.load(), keys=bytes(32 * blobs), key_bytes=32)
+    copies: Any = bench.copies
+    run = _Run(load, copies, None, bench.clock())
+    bench.clock.advance(late_s)
+    assert bench.loads._in_time(run) == in_time
     bench.loads.close(5.0)
 
 

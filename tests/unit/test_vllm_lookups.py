@@ -32,15 +32,16 @@ ALL = range(5)
 class Bench:
     """Lookups over a client of the test's choice, with a clock that it turns."""
 
-    def __init__(self, identity: FakeIdentity | None = None) -> None:
+    def __init__(self, identity: FakeIdentity | None = None, *, in_step: bool = False) -> None:
         self.now_s = 100.0
         self.client = FakeClient(Hit(3, 24, warm=3))
         self.daemon = FakeDaemon(self.client)
         self.identity = identity or FakeIdentity()
         daemon: Any = self.daemon
         self.lookups = Lookups(
-            self.identity, daemon, Options(lookup_timeout_s=0.1), Faults(), clock=lambda: self.now_s
-        )
+            self.identity, daemon, Options(lookup_timeout_s=0.1), Faults(),
+            clock=lambda: self.now_s, in_step=in_step,
+        )  # fmt: skip
 
     def begin(self, lora: Any = None, needed: range = ALL) -> Lookup:
         return self.lookups.begin(lora, HASHES, Hint(session="s", turn=1), needed)
@@ -282,6 +283,53 @@ def test_more_questions_than_can_wait_are_misses_of_their_own_kind(bench: Bench)
     lookups = [bench.begin() for _ in range(WAITING_MAX + 2)]
     assert bench.settled(lookups[-1])
     assert lookups[-1].hit.reason == "busy"
+
+
+def test_an_answer_that_nobody_needed_grows_old_too(bench: Bench) -> None:
+    lookup = bench.begin(needed=range(0))
+    bench.answered(lookup)
+    assert bench.settled(lookup, range(0))
+    bench.client.hit = Hit(5, 40, warm=5)
+    bench.now_s += 2 * FRESH_S
+    bench.settled(lookup)
+    bench.answered(lookup)
+    assert bench.settled(lookup)
+    assert lookup.hit.blobs == 5
+
+
+def test_what_found_no_room_or_left_again_is_brought_up_again(bench: Bench) -> None:
+    bench.client.hit, bench.client.room = Hit(3, 24, warm=0, eta_s=0.5), 2
+    lookup = bench.begin()
+    for prefetched in ([3], [3, 3], [3, 3]):
+        bench.answered(lookup)
+        assert not bench.settled(lookup)
+        assert bench.client.prefetched == prefetched
+        bench.client.room = 3
+        bench.now_s += 2 * POLL_S
+        bench.settled(lookup)
+    for warm in (3, 0):
+        bench.client.hit = Hit(3, 24, warm=warm, eta_s=0.5)
+        bench.answered(lookup)
+        bench.now_s += 2 * FRESH_S
+        bench.settled(lookup)
+    bench.answered(lookup)
+    assert bench.client.prefetched == [3, 3, 3]
+
+
+def test_that_a_name_is_known_again_is_told(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    bench.identity.unnamed.add("a")
+    bench.answered(bench.begin(FakeLora("a")))
+    bench.identity.unnamed.clear()
+    bench.answered(bench.begin(FakeLora("a")))
+    assert "works again" in caplog.text
+
+
+def test_an_engine_in_step_with_others_never_waits_longer() -> None:
+    bench = Bench(in_step=True)
+    bench.lookups.next_step(idle=True)
+    assert bench.lookups._patience_s == PATIENCE_S
+    bench.lookups.close(5.0)
 
 
 def test_adapters_have_namespaces_of_their_own(bench: Bench) -> None:

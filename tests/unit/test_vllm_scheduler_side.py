@@ -192,6 +192,12 @@ def test_workers_hear_that_requests_wait_for_the_store(bench: Bench) -> None:
     assert bench.side.plan(FakeOutput({}, {})) == StepPlan(idle=True)
 
 
+def test_workers_in_step_with_others_hear_that_they_must_not_wait() -> None:
+    bench = Bench(None, in_step=True)
+    assert bench.side.plan(FakeOutput({}, {})) == StepPlan(idle=True, at_once=True)
+    bench.lookups.close(5.0)
+
+
 def test_what_the_engine_has_of_its_own_is_waited_for_by_nobody(bench: Bench) -> None:
     bench.client.answers.clear()
     assert bench.side.matched(request(), 32) == 0

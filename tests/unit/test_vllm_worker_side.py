@@ -13,6 +13,7 @@ from blobstore.clients import Client
 from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.identity import identify
+from blobstore.clients.vllm.loads import Ended
 from blobstore.clients.vllm.lookups import Lookups
 from blobstore.clients.vllm.metadata import Outcomes, StepPlan
 from blobstore.clients.vllm.options import Options
@@ -381,6 +382,28 @@ def test_an_exception_that_the_engine_runs_under_is_no_matter(
     writer.saved(2)
 
 
+def test_what_ends_while_a_forward_raises_is_told_in_the_next_step(
+    closing: ExitStack, served: ServedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM asks then, too, and drops what it is told."""
+    worker = started(closing, served).lead.worker
+    ended = [[Ended("r", 1, whole=False)]]
+    monkeypatch.setattr(worker._loads, "take", lambda *args, **kwargs: ended.pop())
+    worker.begin(StepPlan())
+    try:
+        raise OutOfMemoryError
+    except OutOfMemoryError:
+        worker.finish()
+        assert worker.take_finished() == (set(), set())
+        assert worker.take_outcomes() is None
+    worker.begin(StepPlan())
+    worker.finish()
+    assert worker.take_finished() == ({"r"}, {"r"})
+    outcomes = worker.take_outcomes()
+    assert outcomes is not None
+    assert outcomes.loaded == {"r": 1}
+
+
 @pytest.mark.parametrize(
     ("plan", "waited"),
     [
@@ -388,6 +411,7 @@ def test_an_exception_that_the_engine_runs_under_is_no_matter(
         (StepPlan(waiting=True), (0.0, True)),
         (StepPlan(idle=True), (IDLE_S, False)),
         (StepPlan(idle=True, waiting=True), (IDLE_S, True)),
+        (StepPlan(idle=True, waiting=True, at_once=True), (0.0, True)),
     ],
 )
 def test_an_idle_step_waits_also_while_requests_wait_for_an_answer(
