@@ -37,6 +37,8 @@ class Question:
     max_tokens: int
     forget: bool
     """vLLM's own prefix cache is emptied first."""
+    left_alone: bool = False
+    """Our connector neither stores nor reads them."""
 
 
 @dataclass(slots=True)
@@ -86,7 +88,7 @@ class VllmEngine:
         if question.forget:
             self._forget()
         started_s = time.perf_counter()
-        names = [self._add(prompt, question.max_tokens) for prompt in question.prompts]
+        names = [self._add(prompt, question) for prompt in question.prompts]
         found = {name: Answer([]) for name in names}
         while self._engine.has_unfinished_requests():
             for output in self._engine.step():
@@ -109,13 +111,18 @@ class VllmEngine:
                 raise TimeoutError(f"vLLM holds blocks {FORGET_S:g} s after its last answer")
             time.sleep(0.005)
 
-    def _add(self, prompt: Sequence[int], max_tokens: int) -> str:
+    def _add(self, prompt: Sequence[int], question: Question) -> str:
         from vllm import SamplingParams
 
         self._asked += 1
         name = str(self._asked)
+        params = {"no_store": True, "no_load": True} if question.left_alone else {}
         greedy = SamplingParams(
-            temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False
+            temperature=0.0,
+            max_tokens=question.max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": params} if params else None,
         )
         self._engine.add_request(name, {"prompt_token_ids": list(prompt)}, greedy)
         return name

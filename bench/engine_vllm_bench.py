@@ -10,7 +10,6 @@ the engine runs.
 from __future__ import annotations
 
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -63,9 +62,6 @@ BLOB_TOKENS = BLOCK_TOKENS
 LOOKUP_TIMEOUT_S = 1.0
 """Longer than by default: a prompt that is computed, on a machine that is busy, is no figure."""
 
-PACES = 3
-"""Answers by which an engine's pace is told."""
-
 _POLL_S = 0.005
 _ENGINE_BYTES = 3 * GIB
 
@@ -77,6 +73,8 @@ class Scale:
     script: Sequence[Request]
     """Of a context whose last request is a prompt."""
     prompts: int
+    restores: int
+    """Of each prompt, by ours and by vLLM's own connector in turns."""
     layers: int
     """Of the model; 0 are all."""
     pairs: int
@@ -92,19 +90,21 @@ FULL = Scale(
         Request("follow-up", "user", 283, after=1),
     ),
     prompts=5,
+    restores=3,
     layers=0,
-    pairs=10,
+    pairs=8,
     fresh_tokens=384,
-    dram_bytes=2 * GIB,
+    dram_bytes=3 * GIB,
 )
-SMALL = Scale((Request("task", "user", 450),), 1, 2, 1, 300, 256 * MIB)
+SMALL = Scale((Request("task", "user", 450),), 1, 1, 2, 1, 300, 256 * MIB)
 
 
 def report(setup: Setup, python: Path | None = None) -> VllmReport:
     """The rows `vllm.cold|own_cache|dram|ssd|example_connector|no_reuse|daemon_absent`.
 
-    `vllm.dram_beside_example` is `vllm.dram` once more, against ExampleConnector. Raises
-    SetupError, which says what to install, without a Python that has vLLM.
+    `vllm.dram_beside_example` is `vllm.dram` once more, against ExampleConnector, and
+    `vllm.no_reuse_same_engine` `vllm.no_reuse` without a second engine. Raises SetupError, which
+    says what to install, without a Python that has vLLM.
     """
     scale, vllm = setup.scale(FULL, SMALL), find_python(python)
     setup.need_memory(3 * _ENGINE_BYTES + scale.dram_bytes)
@@ -123,6 +123,7 @@ def report(setup: Setup, python: Path | None = None) -> VllmReport:
             with start(example_transfer(Path(files))) as theirs:
                 found.samples += run.while_all_run(ours, theirs)
             found.rows.append(run.without_reuse(ours, "vllm.no_reuse", NO_REUSE_LEAST))
+            found.rows.append(run.within_one_engine(ours))
         setup.say("the engine and the daemon restart")
         daemon.restart()
         with start(transfer) as ours:
@@ -159,9 +160,10 @@ class _Run:
                 again = self._ask(self.plain, ids, forget=False)
                 yield self._sample(number, OWN, again, cold)
                 self._store(kv, ours, ids)
-                yield self._restored(number, DRAM, ours, cold)
                 self._ask(theirs, ids)
-                yield self._restored(number, EXAMPLE, theirs, cold)
+                for _ in range(self.scale.restores):
+                    yield self._restored(number, DRAM, ours, cold)
+                    yield self._restored(number, EXAMPLE, theirs, cold)
             require(counters(kv)["loaded_blobs"] == 0, "nothing came from SSD")
 
     def after_restarts(self, ours: VllmProcess) -> Iterator[Sample]:
@@ -182,23 +184,23 @@ class _Run:
             _Fresh(ours, name, self.scale),
             _Fresh(self.plain, name, self.scale),
         )
-        before = self._pace(ours) / self._pace(self.plain)
         pairs = alternate(ours_asked.batch, plain_asked.batch, self.scale.pairs)
-        after = self._pace(ours) / self._pace(self.plain)
         equal = ours_asked.tokens == plain_asked.tokens
         least = self.setup.scale(least, 0.0)
-        return throughput_row(name, pairs, (before + after) / 2, least, tokens_equal=equal)
+        return throughput_row(name, pairs, "another engine, without", least, tokens_equal=equal)
 
-    def _pace(self, engine: VllmProcess) -> float:
-        """The seconds of a prompt out of an engine's own cache, where no connector does anything.
+    def within_one_engine(self, ours: VllmProcess) -> VllmRow:
+        """The same, with the connector at work beside the same engine's while it is left alone.
 
-        Two processes of one engine differ by a tenth, for as long as they live.
+        Two processes of one engine differ by a tenth in how fast they compute.
         """
-        ids = self.prompts[0]
-        self._ask(engine, ids, forget=False)
-        return statistics.median(
-            engine.ask([ids], MAX_TOKENS, forget=False).total_s for _ in range(PACES)
-        )
+        name = "vllm.no_reuse_same_engine"
+        self.setup.say(name)
+        stored = _Fresh(ours, name, self.scale)
+        alone = _Fresh(ours, name, self.scale, left_alone=True)
+        pairs = alternate(stored.batch, alone.batch, self.scale.pairs)
+        least, equal = self.setup.scale(NO_REUSE_LEAST, 0.0), stored.tokens == alone.tokens
+        return throughput_row(name, pairs, "connector left alone", least, tokens_equal=equal)
 
     def _restored(self, prompt: int, way: str, engine: VllmProcess, cold: Answer) -> Sample:
         """A prompt restored by an engine's connector, and answered out of its own cache then."""
@@ -237,8 +239,11 @@ class _Run:
 class _Fresh:
     """Batches of random prompts for one engine: another one with the same name gets the same."""
 
-    def __init__(self, engine: VllmProcess, name: str, scale: Scale) -> None:
+    def __init__(
+        self, engine: VllmProcess, name: str, scale: Scale, *, left_alone: bool = False
+    ) -> None:
         self._engine = engine
+        self._left_alone = left_alone
         self._rng = random.Random(name)  # noqa: S311 (prompts that nothing else begins with)
         self._tokens = scale.fresh_tokens
         self.tokens: list[list[int]] = []
@@ -250,7 +255,7 @@ class _Fresh:
             [self._rng.randrange(1000, 40_000) for _ in range(self._tokens)]
             for _ in range(REQUESTS_MAX)
         ]
-        found = self._engine.ask(prompts, MAX_TOKENS)
+        found = self._engine.ask(prompts, MAX_TOKENS, left_alone=self._left_alone)
         self.tokens += [answer.tokens for answer in found.answers]
         return [found.total_s]
 

@@ -92,10 +92,16 @@ class VllmProcess(ModelProcess):
         super().__init__(command, _environment(), reply_s=_REPLY_S, stop_s=_STOP_S)
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], max_tokens: int, *, forget: bool = True
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        forget: bool = True,
+        left_alone: bool = False,
     ) -> Answers:
         """Ask all prompts at once; see Question."""
-        self.send(asdict(Question([list(prompt) for prompt in prompts], max_tokens, forget)))
+        ids = [list(prompt) for prompt in prompts]
+        self.send(asdict(Question(ids, max_tokens, forget, left_alone)))
         reply = self.reply()
         return Answers([Answer(**answer) for answer in reply["answers"]], reply["total_s"])
 

@@ -40,6 +40,7 @@ class Sample:
             "cached_tokens": self.answer.cached_tokens,
             "ttft_s": self.answer.first_token_s,
             "of_cold": self.answer.first_token_s / self.cold.first_token_s,
+            "own_cache_s": self.own_s,
             "tokens_equal": self.equal,
         }
 
@@ -89,20 +90,12 @@ def beside_row(
 
 
 def throughput_row(
-    name: str, pairs: Pairs, pace: float, least: float, *, tokens_equal: bool
+    name: str, pairs: Pairs, limit_name: str, least: float, *, tokens_equal: bool
 ) -> VllmRow:
-    """How long prompts that nothing begins like took, beside an engine without a connector.
-
-    As if both engines were equally fast: the other's seconds are taken times `pace`.
-    """
-    pairs = Pairs(
-        pairs.measured_s,
-        tuple(pace * seconds for seconds in pairs.limit_s),
-        tuple(pace * ratio for ratio in pairs.ratios),
-    )
+    """How long prompts that nothing begins like took, beside them in the way `limit_name`."""
     return VllmRow(
         name=name,
-        limit_name="no connector",
+        limit_name=limit_name,
         ratio=pairs.ratio,
         least=least,
         tokens_equal=tokens_equal,

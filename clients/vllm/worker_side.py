@@ -22,10 +22,10 @@ from blobstore.clients.vllm.pages import Pages
 from blobstore.clients.vllm.recorder import Recorder
 from blobstore.clients.vllm.saves import Saves
 
-IDLE_S = 0.005
+IDLE_S = 0.01
 """How long a step that computes nothing waits for a load that runs, or for the store's answer.
 
-Else the engine would spin meanwhile.
+Else the engine would spin meanwhile, and take the time of those who copy.
 """
 
 

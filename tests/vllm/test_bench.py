@@ -18,6 +18,7 @@ ROWS = [
     "vllm.example_connector",
     "vllm.dram_beside_example",
     "vllm.no_reuse",
+    "vllm.no_reuse_same_engine",
     "vllm.daemon_absent",
 ]
 
