@@ -199,6 +199,11 @@ class BlobStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):
         assert isinstance(connector_metadata, BlobStoreMetadata)
         self._for_worker.begin(connector_metadata.plan)
 
+    def clear_connector_metadata(self) -> None:
+        """The step has ended, and what it did was asked for."""
+        super().clear_connector_metadata()
+        self._for_worker.end()
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Loads began with the step."""
 

@@ -97,6 +97,10 @@ class WorkerSide:
         elif self._copies is not None:
             self._faults.guarded(None, self._saves.finish, self._copies)
 
+    def end(self) -> None:
+        """The step is over: an exception that it ran under is let go, and all that it holds."""
+        self._handled = None
+
     def take_finished(self) -> tuple[set[str], set[str]]:
         """Requests whose loads have ended since the last call, and those of them that failed."""
         if self._raised():  # vLLM drops what it is told now
