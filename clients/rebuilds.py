@@ -27,7 +27,7 @@ from blobstore.clients.rebuild_job import (
 )
 from blobstore.clients.steps import Operation, ask
 from blobstore.clients.ways import for_loop, for_threads
-from blobstore.errors import BlobStoreError, InvalidRequest, Retryable, StaleBoot
+from blobstore.errors import BlobStoreError, DeadlineExceeded, InvalidRequest, Retryable, StaleBoot
 from blobstore.protocol import (
     Done,
     NextRebuild,
@@ -97,8 +97,9 @@ class _Serving:
     def _stop(self, runner_id: int) -> Operation[None]:
         yield from ask(StopRebuilds(runner_id), Done)
 
-    def _lost(self, runner_id: int) -> None:
-        if self._runner_id == runner_id:
+    def _lost(self, runner_id: int, error: BlobStoreError) -> None:
+        """Where the daemon is only slow it still knows this registration; it would have two."""
+        if self._runner_id == runner_id and not isinstance(error, DeadlineExceeded):
             self._runner_id = 0
 
     def _done_with(self, job: RebuildJobBase, why: str, seconds: float) -> None:
@@ -177,7 +178,7 @@ class RebuildServer(_Serving):
                 call = self._way.call(POLL_S)
                 told = self._way.run(self._next(runner_id), call)
             except BlobStoreError as error:
-                self._lost(runner_id)
+                self._lost(runner_id, error)
                 log.debug("no jobs for now: %s", error)
                 self._stopping.wait(RETRY_S)
                 continue
@@ -283,7 +284,7 @@ class AsyncRebuildServer(_Serving):
                 call = self._way.call(POLL_S)
                 told = await self._way.run(self._next(runner_id), call)
             except BlobStoreError as error:
-                self._lost(runner_id)
+                self._lost(runner_id, error)
                 log.debug("no jobs for now: %s", error)
                 await self._rest(RETRY_S)
                 continue

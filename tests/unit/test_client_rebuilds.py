@@ -21,8 +21,12 @@ from blobstore.clients import (
     RebuildJob,
     Shard,
     Terms,
+    rebuilds,
 )
-from blobstore.errors import InvalidRequest
+from blobstore.clients.rebuilds import RebuildServer
+from blobstore.clients.steps import Operation
+from blobstore.errors import DeadlineExceeded, InvalidRequest
+from blobstore.protocol import Rebuild
 from tests.support.polling import poll_until
 from tests.support.served_store import ServedStore, served_store
 
@@ -86,6 +90,26 @@ def test_what_is_not_sealed_is_when_the_handler_returns(kv: Client, ns: BoundNam
     got, stats = serve(kv, ns, handler)
     assert got == [payload(i) for i in range(N)]
     assert (stats["failed"], stats["blobs"], stats["tokens"]) == (0, 3, 3 * TOKENS)
+
+
+def test_a_daemon_that_is_slow_to_answer_is_not_registered_with_twice(
+    kv: Client, ns: BoundNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+    ask = RebuildServer._next
+
+    def late_once(server: RebuildServer, runner_id: int) -> Operation[Rebuild | None]:
+        asked.append(runner_id)
+        if len(asked) == 1:
+            raise DeadlineExceeded("no answer in time")
+        return ask(server, runner_id)
+
+    monkeypatch.setattr(RebuildServer, "_next", late_once)
+    monkeypatch.setattr(rebuilds, "RETRY_S", 0.0)
+    with kv.serve_rebuilds([ns], lambda job: None):
+        poll_until(lambda: len(asked) >= 2, WAIT_S, "it asks again")
+        assert asked[0] == asked[1]
+        assert kv.stats()["rebuild"]["runners"] == 1
 
 
 def test_a_job_tells_what_it_is_about(kv: Client, ns: BoundNamespace) -> None:

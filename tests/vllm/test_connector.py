@@ -56,6 +56,8 @@ def start(tmp_path: Path, served: ServedStore, monkeypatch: pytest.MonkeyPatch) 
         def start(**changed: Any) -> SimulatedEngine:
             def config(*args: Any) -> Any:
                 found = made(*args)
+                options = found.kv_transfer_config.kv_connector_extra_config
+                options["lookup_timeout_s"] = DEADLINE_S  # however busy the machine is
                 for name, value in changed.items():
                     setattr(found.kv_transfer_config, name, value)
                 return found
