@@ -16,7 +16,7 @@ import pytest
 
 from blobstore.bench.engine_process import EngineDied, EngineProcess, RebuilderProcess
 from blobstore.bench.engine_turns import Turns
-from blobstore.bench.engine_ways import COLD, WAYS
+from blobstore.bench.engine_ways import BOTH_UNEVEN, COLD, WAYS
 from blobstore.bench.model_file import ModelFile
 from blobstore.bench.own_daemon import OwnDaemon
 from blobstore.units import MIB
@@ -70,9 +70,9 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(disk: Path) -> None:
     assert done.returncode == 0, done.stderr.decode()
     body = json.loads(done.stdout)
     rows = {row["name"]: row for row in body["rows"]}
-    ways = *WAYS, "both_uneven", "readers", "without_reuse"
-    assert list(rows) == [f"engine.{way}" for way in ways]
-    for way in WAYS:
+    ways = *WAYS, BOTH_UNEVEN
+    assert list(rows) == [f"engine.{name}" for name in (*ways, "readers", "without_reuse")]
+    for way in ways:
         row = rows[f"engine.{way}"]
         assert row["tokens_equal"]
         assert row["n"] > 0
@@ -81,7 +81,7 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(disk: Path) -> None:
             assert row[name] > 0
         assert (row["bytes"] > 0) == (way != COLD)
     assert rows["engine.cold"]["speedup"] == 1.0
-    assert {turn["way"] for turn in body["turns"]} == set(WAYS)
+    assert {turn["way"] for turn in body["turns"]} == set(ways)
     assert list(disk.iterdir()) == []
 
 
