@@ -56,6 +56,7 @@ def test_engines_whose_kv_differs_share_a_daemon(
             assert_right(again, expected)
 
 
+@pytest.mark.soak  # two starts of vLLM in processes of its own, which the page's test has, too
 def test_an_engine_as_vllm_runs_it_finds_what_another_stored(
     run: Daemon, nursery: Nursery, expected: Answers
 ) -> None:

@@ -330,11 +330,13 @@ def again(reader: Reader) -> int:
     return poll_until(from_ssd, 3 * WORKS_S, "it comes from SSD")
 
 
+@pytest.mark.soak  # as tests with an engine alone show
 @pytest.mark.timeout(900)
 def test_after_the_daemon_was_restarted_it_comes_from_ssd(reader: Reader, again: int) -> None:
     assert again >= reader.said[1][0]
 
 
+@pytest.mark.soak  # as tests with an engine alone show
 @pytest.mark.timeout(900)
 def test_a_reset_of_both_caches_starts_anew(reader: Reader) -> None:
     question = "Was it lit at dawn?"
