@@ -75,7 +75,7 @@ class Scale:
     fresh_tokens: int
 
 
-FULL = Scale(AGENT, 0, 8192, 640 * MIB, 1500, 4, 3, 32, 2, 24, 256)
+FULL = Scale(AGENT, 0, 8192, 640 * MIB, 1500, 3, 2, 32, 2, 20, 256)
 SMALL = Scale(TINY, 4, 512, 64 * MIB, 64, 2, 1, 8, 1, 2, 128)
 
 
