@@ -40,6 +40,9 @@ SEALING_MAX = 64
 ASIDE_BYTES_MAX = 256 << 20
 """Of blobs that were computed before their memory came: some steps' worth, of the host's memory."""
 
+_WRITTEN = ("stored", "partial", "exists")
+"""Of blobs that were lent: the last where another rank's seal was the one that made it whole."""
+
 _PASSING = (UNAVAILABLE, LATE, BUSY, ORPHAN, FAILED)
 """Reasons that are said elsewhere, or are over by the next step."""
 _UNWRITTEN = "unwritten"
@@ -268,7 +271,7 @@ class Saves:
             saving.give_up()
             self._missed(saving, short)
             return
-        fault = ""
+        fault, lent = "", list(_lent(writer))
         try:
             saving.bring()
             writer.seal(timeout_s=self._timeout_s)
@@ -276,7 +279,7 @@ class Saves:
             saving.give_up()
             fault = _told(error)
         self._settle(saving, _refusal(writer), fault)
-        stored = sum(result in ("stored", "partial") for result in writer.results)
+        stored = sum(writer.results[number] in _WRITTEN for number in lent)
         if stored:
             tokens = stored * self._place.blob_tokens if self._tells_tokens else 0
             seconds = self._clock() - saving.computed_s

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from blobstore.clients import Client, KVLayout, LayerGroup
+from blobstore.clients.sync import Writer
 from blobstore.clients.vllm import saves
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.metadata import Save
@@ -20,6 +21,7 @@ from tests.support.polling import poll_until
 from tests.support.served_store import served_store
 from tests.support.vllm_fakes import (
     BLOB_BYTES,
+    BLOB_TOKENS,
     TOKEN_BYTES,
     FakeCopies,
     FakeDaemon,
@@ -129,6 +131,21 @@ def test_held_blobs_are_neither_copied_nor_missed(
     assert bench.saves.take_unsaved() == {}
     (writer,) = writers
     assert writer.results == ["exists"] * BLOBS
+
+
+def test_what_another_ranks_seal_made_whole_counts_as_saved(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers that are sealed one by one may all be there before their blob is."""
+    seal = Writer.seal
+
+    def after_another(writer: Writer, **kwargs: Any) -> None:
+        seal(writer, **kwargs)
+        writer.results = ["exists"] * len(writer)
+
+    monkeypatch.setattr(Writer, "seal", after_another)
+    bench.step(bench.save())
+    assert bench.drain()[SAVED] == {"": BLOBS * BLOB_TOKENS}
 
 
 def test_an_orphan_is_told_to_begin_again_at_the_root(bench: Bench) -> None:
