@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from types import TracebackType
@@ -21,6 +22,9 @@ from blobstore.errors import BlobStoreError
 
 REPLY_S = 900.0
 """No runner here takes so long for one reply, be the machine as busy as it may."""
+
+TIDY_S = 0.5
+"""For what outlives a program that has ended in order: Python's tracker removes shared memory."""
 
 _LINES = 3
 """Of what a process said, in the message about its end."""
@@ -90,7 +94,9 @@ class ModelProcess:
         with contextlib.suppress(OSError):
             process.stdin.close()
         if process.returncode is None:
-            self._wait_for_end(self._stop_s)
+            ended = self._wait_for_end(self._stop_s)
+            if ended:
+                time.sleep(TIDY_S)
             self._kill()
             process.wait()
         process.stdout.close()
@@ -120,11 +126,11 @@ class ModelProcess:
         reply: dict[str, Any] = json.loads(line)
         return reply
 
-    def _wait_for_end(self, seconds: float) -> None:
-        """Leaves it unreaped: until then no other process group can have its number."""
+    def _wait_for_end(self, seconds: float) -> bool:
+        """Whether it ends; leaves it unreaped: no other process group can have its number yet."""
         ended = os.pidfd_open(self._process.pid)
         try:
-            select.select([ended], [], [], seconds)
+            return bool(select.select([ended], [], [], seconds)[0])
         finally:
             os.close(ended)
 
