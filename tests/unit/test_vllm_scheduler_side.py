@@ -62,6 +62,11 @@ class Bench:
             poll_until(state.lookup.done.is_set)
         return self.side.matched(request, local)
 
+    def load(self, request: FakeRequest, tokens: int) -> None:
+        """So many tokens are promised, and there are blocks for them."""
+        assert self.matched(request) == tokens
+        self.side.allocated(request, (TABLE,), tokens)
+
     def step(
         self, request: FakeRequest, tokens: int, table: tuple[list[int], ...] = (TABLE,)
     ) -> StepPlan:
@@ -225,8 +230,7 @@ def test_a_request_is_saved_as_its_blobs_become_whole(bench: Bench) -> None:
 def test_what_the_store_holds_is_not_saved_again(bench: Bench) -> None:
     bench.holds(2)
     asked = request()
-    assert bench.matched(asked) == 16
-    bench.side.allocated(asked, (TABLE,), 16)
+    bench.load(asked, 16)
     asked.num_computed_tokens = 16
     (save,) = bench.step(asked, 20).saves
     assert save.first == 2
@@ -322,11 +326,9 @@ def test_a_preemption_is_told_once(bench: Bench) -> None:
 def test_after_a_failed_load_less_is_promised_each_time(bench: Bench) -> None:
     bench.holds(4)
     asked = request(44)
-    assert bench.matched(asked) == 32
-    bench.side.allocated(asked, (TABLE,), 32)
+    bench.load(asked, 32)
     bench.side.heard(Outcomes(loaded={"r": 3}))
-    assert bench.matched(asked) == 24
-    bench.side.allocated(asked, (TABLE,), 24)
+    bench.load(asked, 24)
     bench.side.heard(Outcomes(loaded={"r": 0}))
     assert bench.matched(asked) == 0
     (save,) = bench.step(asked, 44).saves
@@ -336,8 +338,7 @@ def test_after_a_failed_load_less_is_promised_each_time(bench: Bench) -> None:
 def test_of_ranks_that_tell_in_different_steps_the_least_counts(bench: Bench) -> None:
     bench.holds(4)
     asked = request(44)
-    assert bench.matched(asked) == 32
-    bench.side.allocated(asked, (TABLE,), 32)
+    bench.load(asked, 32)
     bench.side.heard(Outcomes(loaded={"r": 1}))
     bench.side.heard(Outcomes(loaded={"r": 3}))
     assert bench.matched(asked) == 8
@@ -367,11 +368,9 @@ def test_saves_go_on_from_the_first_blob_that_any_rank_lacks(bench: Bench) -> No
 def test_a_hit_counts_once_though_its_load_is_tried_again(bench: Bench) -> None:
     bench.holds(4)
     asked = request(44)
-    assert bench.matched(asked) == 32
-    bench.side.allocated(asked, (TABLE,), 32)
+    bench.load(asked, 32)
     bench.side.heard(Outcomes(loaded={"r": 3}))
-    assert bench.matched(asked) == 24
-    bench.side.allocated(asked, (TABLE,), 24)
+    bench.load(asked, 24)
     data = bench.recorder.take()
     assert data is not None
     assert data[FOUND] == {"dram": 32}
@@ -388,8 +387,7 @@ def test_who_computes_nothing_waits_longer_for_answers(
 def test_after_a_failed_load_the_store_is_asked_again(bench: Bench) -> None:
     bench.holds(4)
     asked = request(44)
-    assert bench.matched(asked) == 32
-    bench.side.allocated(asked, (TABLE,), 32)
+    bench.load(asked, 32)
     bench.holds(1)
     bench.side.heard(Outcomes(loaded={"r": 3}))
     assert bench.matched(asked) == 8
