@@ -111,7 +111,10 @@ def _name() -> str:
 def _connect(sock: socket.socket, path: str) -> Generator[Await, None, None]:
     while (code := sock.connect_ex(path)) != 0:
         if code != errno.EAGAIN:
-            raise Unavailable(f"no daemon answers at {path}: {os.strerror(code)}")
+            raise Unavailable(
+                f"no daemon answers at {path}: {os.strerror(code)}: start one with "
+                f"`blobstore serve --socket {path}`, or name the socket of one that runs"
+            )
         yield Await(sock, 0)  # its queue is full
 
 

@@ -307,7 +307,8 @@ def test_a_namespace_that_the_daemon_never_accepts_is_the_callers_mistake(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_first_connection_is_made_now_or_raises(kind: str, tmp_path: Path) -> None:
-    with pytest.raises(Unavailable, match=r"no daemon answers at .*nobody"):
+    said = r"no daemon answers at .*nobody.*: start one with `blobstore serve"
+    with pytest.raises(Unavailable, match=said):
         connect(kind, f"unix:{tmp_path / 'nobody'}")
 
 
