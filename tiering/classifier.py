@@ -47,6 +47,9 @@ __all__ = ["MODEL_VERSION", "Classifier", "ClassifierSettings", "Fitted", "Snaps
 _AGE_MIN_S = 1e-3
 _AGE_STARTS_S = AGE_EDGES_S[1:-1].tolist()
 
+_FIT_AFTER_SHARE = 8
+"""While little is known, fits are due after so small a part more of all uses."""
+
 _CHAIN = 32
 """So far up a chain is judged at once."""
 
@@ -59,7 +62,7 @@ class ClassifierSettings:
         samples: kept at most.
         samples_per_use: of each request's chain, about; of every second one its end, too.
         first_fit_uses, fit_every_uses: fits are due after so many uses; until there have
-            been twice the latter, after half as many again as at the last fit.
+            been eight times the latter, after an eighth more than at the last fit.
         requests: remembered, for what hangs together.
         sessions: remembered by the caller's names.
         words: told apart of what callers say about requests.
@@ -67,7 +70,7 @@ class ClassifierSettings:
     """
 
     samples: int = 60_000
-    samples_per_use: int = 12
+    samples_per_use: int = 20
     first_fit_uses: int = 150
     fit_every_uses: int = 500
     requests: int = 32_768
@@ -159,7 +162,7 @@ class Classifier(Generic[T]):
     def snapshot(self) -> Snapshot:
         """What a fit needs; the next one is due some uses later."""
         every = self._settings.fit_every_uses
-        self._fit_at_uses = self._n_uses + min(every, max(self._n_uses // 2, 1))
+        self._fit_at_uses = self._n_uses + min(every, max(self._n_uses // _FIT_AFTER_SHARE, 1))
         uses = self._samples.copy(self._now_s)
         return Snapshot(uses, self._settings.trees, self._seed, tuple(self._words))
 

@@ -39,16 +39,24 @@ class TreeSettings:
 
     The samples are dealt into as few shares as hold no more than `samples_per_tree`
     each, and the trees see one after the other: many small ones that see little tell
-    more of what comes than few that see all.
+    more of what comes than few that see all. Each says `rate` of what it found, and less of
+    it, down to `rate_of_few`, where there are fewer than `rate_samples`: few samples tell
+    much that is not so.
     """
 
     n_trees: int = 100
     depth: int = 4
     rate: float = 0.1
+    rate_of_few: float = 0.05
+    rate_samples: int = 60_000
     l2_events: float = 2.0
     l2_period_events: float = 10.0
     features_per_tree: int = 16
     samples_per_tree: int = 6_000
+
+    def rate_for(self, n_samples: int) -> float:
+        """What a tree says of what it found in so many samples, as a share."""
+        return max(self.rate_of_few, self.rate * min(n_samples / self.rate_samples, 1.0))
 
 
 def _binned(features: Float32Array, cuts: FloatArray) -> ByteArray:
@@ -164,11 +172,12 @@ class _Growth:
         if not len(differing):  # to be asked about, in vain
             differing = np.arange(1)
         n_shares = max(-(-n_samples // settings.samples_per_tree), 1)
+        rate = settings.rate_for(n_samples)
         for k in range(n_trees):
             share = slice(*(n_samples * (k % n_shares + end) // n_shares for end in (0, 1)))
             chosen = rng.permutation(differing)[: settings.features_per_tree]
             expected = self.expected[:, share]
-            tree = _Tree(settings, self.events[:, share] - expected, expected)
+            tree = _Tree(settings, rate, self.events[:, share] - expected, expected)
             periods = self._window(rng)
             tree.grow(self.columns[chosen, share], periods)
             feature[k], cut[k], values[k] = chosen[tree.column], tree.cut, tree.values(periods)
@@ -198,9 +207,9 @@ class _Tree:
     """One oblivious tree: at each level the question that gains most over all leaves."""
 
     def __init__(
-        self, settings: TreeSettings, gradient: Float32Array, hazard: Float32Array
+        self, settings: TreeSettings, rate: float, gradient: Float32Array, hazard: Float32Array
     ) -> None:
-        self._settings = settings
+        self._settings, self._rate = settings, rate
         self._gradient, self._hazard = gradient, hazard
         self.column = np.zeros(settings.depth, np.int64)
         self.cut = np.full(settings.depth, 255, np.uint8)
@@ -231,7 +240,7 @@ class _Tree:
         shared = g.sum(1, keepdims=True) / (h.sum(1, keepdims=True) + l2.l2_events)
         apart = (g - h * shared) / (h + l2.l2_period_events)
         values = np.zeros((n_leaves, len(self._gradient)))
-        values[:, periods] = l2.rate * np.clip(shared + apart, -2.0, 2.0)
+        values[:, periods] = self._rate * np.clip(shared + apart, -2.0, 2.0)
         return values
 
     def _split(

@@ -89,15 +89,15 @@ def test_unknown_items_are_judged_like_the_average() -> None:
 
 
 def test_fits_are_due_after_some_uses_and_ever_less_often() -> None:
-    settings = dataclasses.replace(SETTINGS, first_fit_uses=10, fit_every_uses=40)
+    settings = dataclasses.replace(SETTINGS, first_fit_uses=40, fit_every_uses=10)
     chats = Chats(settings=settings)
     due_at = []
-    for n in range(1, 200):
+    for n in range(1, 120):
         chats.use(n, 0)
         if chats.classifier.fit_due():
             due_at.append(n)
             chats.classifier.snapshot()
-    assert due_at == [10, 15, 22, 33, 49, 73, 109, 149, 189]
+    assert due_at == [40, 45, 50, 56, 63, 70, 78, 87, 97, 107, 117]
 
 
 def test_a_fit_survives_being_taken_apart() -> None:

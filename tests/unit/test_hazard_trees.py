@@ -16,7 +16,12 @@ from blobstore.tiering.tree_growth import TreeSettings, fit_hazard_trees
 N = 4000
 
 
-def _fit(features: np.ndarray, times_s: np.ndarray, watched_s: float) -> HazardTrees:
+def _fit(
+    features: np.ndarray,
+    times_s: np.ndarray,
+    watched_s: float,
+    settings: TreeSettings | None = None,
+) -> HazardTrees:
     """Of items used again after `times_s`, as seen after `watched_s`."""
     reused = times_s < watched_s
     return fit_hazard_trees(
@@ -24,7 +29,7 @@ def _fit(features: np.ndarray, times_s: np.ndarray, watched_s: float) -> HazardT
         np.where(reused, times_s, watched_s),
         reused,
         np.ones(len(times_s)),
-        TreeSettings(),
+        settings or TreeSettings(rate_of_few=TreeSettings().rate),
         seed=1,
     )
 
@@ -88,6 +93,23 @@ def test_samples_without_any_use_make_a_model_that_expects_little(watched_s: flo
     hazards = trees.hazards(trees.log_ratios(features[:1]))
     assert np.isfinite(hazards).all()
     assert _hazard(trees, [0.0, 0.0, 0.0], 10.0) < 0.02
+
+
+def test_few_samples_say_less_than_the_same_among_many() -> None:
+    settings = TreeSettings(rate=0.1, rate_of_few=0.04, rate_samples=10_000)
+    assert [settings.rate_for(n) for n in (100, 4000, 7500, 10_000, 10**6)] == pytest.approx(
+        [0.04, 0.04, 0.075, 0.1, 0.1]
+    )
+    seen = _two_kinds((10.0, 1000.0))
+    told, told_of_few = (
+        _fit(*seen, watched_s=300.0, settings=TreeSettings(rate=0.1, rate_of_few=of_few))
+        for of_few in (0.1, 0.02)
+    )
+    apart, apart_of_few = (
+        _hazard(trees, [0.0, 1.0, 0.0], 5.0) / _hazard(trees, [0.0, -1.0, 0.0], 5.0)
+        for trees in (told, told_of_few)
+    )
+    assert 5 < 2 * apart_of_few < apart
 
 
 def test_uses_at_the_same_time_are_uses() -> None:
