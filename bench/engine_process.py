@@ -177,6 +177,11 @@ class RebuilderProcess(ModelProcess):
     ) -> None:
         super().__init__(_command("rebuilder", address, capacity_tokens, layers), _environment())
 
+    def cold_s(self, ids: Sequence[int]) -> float:
+        """The seconds that it takes to compute `ids`, whole chunks, while nothing is rebuilt."""
+        self.send(list(ids))
+        return float(self.reply()["cold_s"])
+
 
 def _command(module: str, address: str, capacity_tokens: int, layers: int) -> list[str]:
     """A module of the benchmarks that runs the model in NumPy."""

@@ -27,7 +27,8 @@ class Sample:
     turn: Turn
     cold: Turn
     alone_s: tuple[float, ...] = ()
-    """Where two ways work at once: what each took alone to restore the same prefix."""
+    """What the same prefix took without the store's part: computed by the runner that rebuilt
+    it, or, where two ways work at once, restored by each alone."""
 
     @property
     def equal(self) -> bool:
@@ -36,7 +37,7 @@ class Sample:
 
     @property
     def sooner(self) -> float:
-        """How many times sooner the prefix was there: than cold, or than either way alone."""
+        """How many times sooner the prefix was there than cold, or than the least of `alone_s`."""
         return min(self.alone_s or (self.cold.restore_s,)) / self.turn.restore_s
 
     def as_json(self) -> dict[str, Any]:
@@ -60,8 +61,8 @@ class Sample:
 class EngineRow(Row):
     """One way back: medians over its turns.
 
-    `ratio` is what has to reach `least`: `speedup`, or, where two ways work at once, how much
-    sooner the prefix is there than by the faster of them alone.
+    `ratio` is what has to reach `least`: `speedup`, or how much sooner the prefix is there than
+    the same runner computes it, or than by the faster of two ways alone.
     """
 
     restore_s: float = 0.0
@@ -83,6 +84,9 @@ class EngineRow(Row):
         return self.ratio >= self.least and self.tokens_equal
 
 
+_LIMITS = ("cold prefill of the prefix", "cold prefill by its runner", "the faster way alone")
+
+
 def row(samples: Sequence[Sample], least: float) -> EngineRow:
     """The row of the turns of one way."""
     turns, colds = [s.turn for s in samples], [s.cold for s in samples]
@@ -96,7 +100,7 @@ def row(samples: Sequence[Sample], least: float) -> EngineRow:
         value=pairs.median_s,
         unit="s",
         limit=pairs.limit_median_s,
-        limit_name="the faster way alone" if samples[0].alone_s else "cold prefill of the prefix",
+        limit_name=_LIMITS[len(samples[0].alone_s)],
         ratio=pairs.ratio,
         working_set_bytes=nbytes,
         cold=way != "dram",

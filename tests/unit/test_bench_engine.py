@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,14 @@ class TestRow:
         assert found.speedup == pytest.approx(1.6)
         assert found.ratio == pytest.approx(1.8)
         assert found.limit == 9.0
+
+    def test_a_rebuild_is_measured_by_what_its_own_runner_takes(self) -> None:
+        one = replace(sample(5.0, way="rebuild"), alone_s=(4.0,))
+        found = row([one], 0.9)
+        assert found.speedup == pytest.approx(1.6)
+        assert found.ratio == pytest.approx(0.8)
+        assert found.limit_name == "cold prefill by its runner"
+        assert not found.met
 
     def test_json_has_the_rows_and_every_turn(self) -> None:
         samples = [sample(0.1), sample(5.0, way="both", alone_s=9.0)]
