@@ -10,9 +10,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from blobstore.bench.engine_vllm_process import our_transfer
+from blobstore.clients.vllm import daemon, saves
 from blobstore.clients.vllm.identity import Identity
 from tests.support.polling import wait_s
 from tests.vllm.of_vllm import (
@@ -39,6 +41,13 @@ BLOCK = 16
 LAYERS = 2
 """Of each group."""
 VOCABULARY = 1000
+
+
+def be_patient(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+    """Have connectors wait so long for their daemon to take what is saved: machines are busy."""
+    for module, names in ((saves, ("PATIENCE_S", "RESERVE_S")), (daemon, ("CONNECT_S", "PING_S"))):
+        for name in names:
+            monkeypatch.setattr(module, name, wait_s)
 
 
 @contextmanager

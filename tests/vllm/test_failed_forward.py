@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 
 from blobstore.clients import Client
-from blobstore.clients.vllm import saves
 from blobstore.clients.vllm.metadata import StepPlan
 from blobstore.errors import InvalidRequest
 from tests.support.served_store import ServedStore, served_store
@@ -21,7 +20,7 @@ from tests.vllm.of_vllm import (
     KVConnectorRole,
     SchedulerOutput,
 )
-from tests.vllm.simulated_engine import SimulatedEngine, simulated
+from tests.vllm.simulated_engine import SimulatedEngine, be_patient, simulated
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -51,7 +50,7 @@ def engine(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Iterator[SimulatedEngine]:  # fmt: skip
     """Whose connector is the one of this process."""
-    monkeypatch.setattr(saves, "PATIENCE_S", DEADLINE_S)
+    be_patient(monkeypatch, DEADLINE_S)
     with simulated(
         tmp_path, served.address, sliding=False, ahead=False, layerwise=request.param, num_blocks=64
     ) as engine:
