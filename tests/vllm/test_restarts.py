@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from blobstore.bench.engine_vllm_model import model_directory
 from blobstore.clients import Client
 from tests.support.daemon import daemon
 from tests.vllm.answers import Answers, assert_right, cached, wait_restored, wait_saved
@@ -13,6 +16,8 @@ from tests.vllm.engines import Engine, Nursery, connector
 from tests.vllm.prompts import BLOB, SHARED, Request, fifty, outgrowing
 
 SIZES = ("--dram", "256MiB", "--ssd", "1GiB")
+SIZES_WHOLE = ("--dram", "3GiB", "--ssd", "4GiB")
+"""For all layers of the model."""
 
 SMALL: dict[str, Any] = {
     "block_size": 32,
@@ -25,9 +30,25 @@ SMALL: dict[str, Any] = {
 def test_fifty_requests_and_restarts_of_both(
     tmp_path: Path, nursery: Nursery, expected: Answers
 ) -> None:
+    answer_fifty(tmp_path, nursery, expected, SIZES)
+
+
+@pytest.mark.soak  # minutes of computing
+@pytest.mark.timeout(3600)
+def test_fifty_requests_and_restarts_with_all_layers(tmp_path: Path) -> None:
+    model = str(model_directory(0))
+    sizes: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "dtype": "float32"}
+    with Nursery(tmp_path, model=model, **sizes) as nursery:
+        nursery.wait_ready()
+        with nursery.engine() as engine:
+            expected = engine.run([*fifty(), *outgrowing()], at_once=4)
+        answer_fifty(tmp_path, nursery, expected, SIZES_WHOLE)
+
+
+def answer_fifty(tmp_path: Path, nursery: Nursery, expected: Answers, sizes: Sequence[str]) -> None:
     """Branches, four at once, prompts in pieces, preemption; then restarts of either and both."""
     requests = fifty()
-    with daemon(tmp_path, *SIZES) as run:
+    with daemon(tmp_path, *sizes) as run:
         transfer = connector(run.address)
         with nursery.engine(transfer, **SMALL) as engine:
             assert_right(engine.run(requests, at_once=4), expected)
@@ -40,11 +61,11 @@ def test_fifty_requests_and_restarts_of_both(
             with Client(run.address) as kv:
                 wait_saved(kv)
             run.kill()
-            with daemon(tmp_path, *SIZES) as run:
+            with daemon(tmp_path, *sizes) as run:
                 wait_restored(engine, requests[0], expected)
                 engine.forget()
                 assert_restored(engine, requests[:15], expected)
-    with daemon(tmp_path, *SIZES) as run, nursery.engine(transfer, **SMALL) as engine:
+    with daemon(tmp_path, *sizes) as run, nursery.engine(transfer, **SMALL) as engine:
         assert_restored(engine, requests, expected)
         with Client(run.address) as kv:
             assert kv.stats()["counters"]["loaded_blobs"] > 5 * (SHARED // BLOB)  # from SSD
