@@ -27,8 +27,8 @@ class Sample:
     turn: Turn
     cold: Turn
     alone_s: tuple[float, ...] = ()
-    """What the same prefix took without the store's part: computed by the runner that rebuilt
-    it, or, where two ways work at once, restored by each alone."""
+    """What `sooner` goes by where it is not the cold turn: the same prefix computed by the runner
+    that rebuilt it, or, where two ways work at once, restored by each alone."""
 
     @property
     def equal(self) -> bool:

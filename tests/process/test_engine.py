@@ -81,6 +81,7 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(disk: Path) -> None:
             assert row[name] > 0
         assert (row["bytes"] > 0) == (way != COLD)
     assert rows["engine.cold"]["speedup"] == 1.0
+    assert rows["engine.rebuild"]["limit_name"] == "cold prefill by its runner"
     assert {turn["way"] for turn in body["turns"]} == set(ways)
     assert list(disk.iterdir()) == []
 

@@ -43,11 +43,11 @@ LAYERS = 2
 VOCABULARY = 1000
 
 
-def be_patient(monkeypatch: pytest.MonkeyPatch, wait_s: float) -> None:
+def be_patient(monkeypatch: pytest.MonkeyPatch, for_s: float) -> None:
     """Have connectors wait so long for their daemon to take what is saved: machines are busy."""
     for module, names in ((saves, ("PATIENCE_S", "RESERVE_S")), (daemon, ("CONNECT_S", "PING_S"))):
         for name in names:
-            monkeypatch.setattr(module, name, wait_s)
+            monkeypatch.setattr(module, name, for_s)
 
 
 @contextmanager

@@ -34,7 +34,6 @@ def test_fifty_requests_and_restarts_of_both(
 
 
 @pytest.mark.soak  # minutes of computing
-@pytest.mark.timeout(3600)
 def test_fifty_requests_and_restarts_with_all_layers(tmp_path: Path) -> None:
     model = str(model_directory(0))
     sizes: dict[str, Any] = {"kv_cache_memory_bytes": 1 << 30, "dtype": "float32"}
