@@ -77,7 +77,7 @@ class Scale:
     fresh_tokens: int
 
 
-FULL = Scale(AGENT, 0, 8192, 640 * MIB, 1500, 3, 2, 32, 832, 4, 20, 256)
+FULL = Scale(AGENT, 0, 8192, 640 * MIB, 1500, 3, 2, 32, 832, 4, 60, 256)
 SMALL = Scale(TINY, 4, 512, 64 * MIB, 64, 2, 1, 8, 512, 1, 2, 128)
 
 
