@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import threading
 import time
 from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
 
 log = logging.getLogger("blobstore.clients.vllm")
 
 Job = Callable[[], None]
+
+
+def launch_cores() -> set[int]:
+    """The cores of the calling thread, and those of the process that started this one.
+
+    vLLM binds a worker on CPUs to the cores that compute, and its threads inherit that: copies
+    would share those with the forward, and leave alone what the operator kept free for others.
+    """
+    cores = os.sched_getaffinity(0)
+    with suppress(OSError):
+        cores |= os.sched_getaffinity(os.getppid())
+    return cores
 
 
 class Lane:
@@ -38,6 +53,13 @@ class Lane:
             return False
         self._jobs.put(job)
         return True
+
+    def spread(self, cores: AbstractSet[int]) -> None:
+        """Let all threads run on `cores`; where they may not, they stay where they are."""
+        for thread in self._threads:
+            if thread.native_id is not None:
+                with suppress(OSError):
+                    os.sched_setaffinity(thread.native_id, cores)
 
     def stop(self) -> None:
         """Take no more jobs."""

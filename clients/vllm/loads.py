@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -90,6 +91,10 @@ class Loads:
                 self._changed.wait(wait_s)
             ended, self._ended = self._ended, []
         return ended
+
+    def spread(self, cores: AbstractSet[int]) -> None:
+        """Read on any of `cores`."""
+        self._lane.spread(cores)
 
     def close(self, timeout_s: float) -> None:
         """Take no more."""

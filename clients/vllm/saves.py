@@ -12,6 +12,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from functools import partial
 
 import numpy as np
@@ -81,6 +82,11 @@ class Saves:
     def prepare(self) -> None:
         """Connect, so that the first save need not wait for it."""
         self._reserving.post(self._connect)
+
+    def spread(self, cores: AbstractSet[int]) -> None:
+        """Reserve and seal on any of `cores`."""
+        self._reserving.spread(cores)
+        self._sealing.spread(cores)
 
     def begin(self, saves: Sequence[Save]) -> None:
         """A step begins: reserve memory for what it will make whole."""

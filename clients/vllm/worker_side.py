@@ -14,6 +14,7 @@ from blobstore.clients.vllm.copies import Copies, copies_for
 from blobstore.clients.vllm.daemon import Daemon
 from blobstore.clients.vllm.faults import Faults
 from blobstore.clients.vllm.identity import Identity
+from blobstore.clients.vllm.lane import launch_cores
 from blobstore.clients.vllm.libraries import Tensor
 from blobstore.clients.vllm.loads import Loads
 from blobstore.clients.vllm.metadata import Outcomes, StepPlan
@@ -70,6 +71,9 @@ class WorkerSide:
                 part = sum(pages.written[:at]) if pages.written[at] else None
                 self._numbers[name] = at, part
         self._copies = copies_for(pages)
+        if pages.device.type == "cpu":
+            for threads in (self._loads, self._saves):
+                threads.spread(launch_cores())
         self._saves.prepare()
 
     def begin(self, plan: StepPlan) -> None:

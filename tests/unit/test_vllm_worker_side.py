@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -429,3 +431,24 @@ def test_an_idle_step_waits_also_while_requests_wait_for_an_answer(
     worker.finish()
     assert worker.take_finished() == (set(), set())
     assert asked == [waited]
+
+
+def test_copies_are_not_bound_to_the_cores_that_compute(served: ServedStore) -> None:
+    """vLLM binds a worker on CPUs to some cores before it makes the connector."""
+    cores, found = os.sched_getaffinity(0), list[set[int]]()
+
+    def worker() -> None:
+        os.sched_setaffinity(0, {min(cores)})  # this thread alone
+        with ExitStack() as stack:
+            rank = Rank(served.address, (full(),), 0, 1)
+            stack.callback(rank.close)
+            loads, saves = rank.worker._loads, rank.worker._saves
+            for lane in (loads._lane, saves._reserving, saves._sealing):
+                ids = [thread.native_id for thread in lane._threads]
+                found.extend(os.sched_getaffinity(number) for number in ids if number)
+
+    thread = threading.Thread(target=worker)
+    thread.start()
+    thread.join(30.0)
+    assert found
+    assert all(each >= os.sched_getaffinity(os.getppid()) for each in found)
