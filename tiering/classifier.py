@@ -17,13 +17,7 @@ from typing import Generic, Literal
 import numpy as np
 import numpy.typing as npt
 
-from blobstore.tiering.hazard_trees import (
-    AGE_EDGES_S,
-    N_AGES,
-    FloatArray,
-    IntArray,
-    age_bins,
-)
+from blobstore.tiering.hazard_trees import FloatArray, IntArray
 from blobstore.tiering.item_table import ItemTable
 from blobstore.tiering.learned_order import LearnedOrder
 from blobstore.tiering.policy import Policy, T, Use
@@ -41,11 +35,12 @@ from blobstore.tiering.reuse_model import MODEL_VERSION, Fitted, Snapshot, fit
 from blobstore.tiering.reuse_samples import ReuseSamples
 from blobstore.tiering.shadow_order import ShadowOrder
 from blobstore.tiering.tree_growth import TreeSettings
+from blobstore.tiering.worth import N_WORTHS, WORTH_STARTS_S, worth_steps
 
 __all__ = ["MODEL_VERSION", "Classifier", "ClassifierSettings", "Fitted", "Snapshot", "fit"]
 
 _AGE_MIN_S = 1e-3
-_AGE_STARTS_S = AGE_EDGES_S[1:-1].tolist()
+_STEP_STARTS_S = WORTH_STARTS_S[1:].tolist()
 
 _FIT_AFTER_SHARE = 8
 """While little is known, fits are due after so small a part more of all uses."""
@@ -221,8 +216,8 @@ class Classifier(Generic[T]):
         if len(stale):
             self._judge(slots.take(stale))
         at = table.item_class.take(slots).astype(np.int64)
-        at *= N_AGES
-        at += age_bins(self._now_s - table.last_s.take(slots))
+        at *= N_WORTHS
+        at += worth_steps(self._now_s - table.last_s.take(slots))
         worths: FloatArray = self._fitted.worth_per_s.take(at)
         worths *= table.level.take(slots)
         return worths
@@ -232,8 +227,8 @@ class Classifier(Generic[T]):
         view = self._table.view
         if self._fitted is None or view.judged[slot] != self._n_fits:
             return None
-        age_bin = bisect_right(_AGE_STARTS_S, self._now_s - view.last_s[slot])
-        worth = self._worth_rows[view.item_class[slot]][age_bin] * view.level[slot]
+        step = bisect_right(_STEP_STARTS_S, self._now_s - view.last_s[slot])
+        worth = self._worth_rows[view.item_class[slot]][step] * view.level[slot]
         if self._by_cost:
             worth *= 1 + view.position_tokens[slot] / COST_DOUBLES_AT_TOKEN
         return worth
@@ -402,7 +397,7 @@ class Classifier(Generic[T]):
         if self._fitted is None:
             worths: FloatArray = 1 / ages_s
         else:
-            worths = self._fitted.worth_per_s[self._classes(slots), age_bins(ages_s)]
+            worths = self._fitted.worth_per_s[self._classes(slots), worth_steps(ages_s)]
             worths = worths * np.where(slots < 0, 1.0, self._table.level[slots])
         if self._by_cost:
             worths = worths * (1 + self._table.position_tokens[slots] / COST_DOUBLES_AT_TOKEN)

@@ -18,7 +18,7 @@ from blobstore.tiering.hazard_trees import (
 from blobstore.tiering.reuse_features import N_FEATURES, Float32Array
 from blobstore.tiering.reuse_samples import WatchedUses
 from blobstore.tiering.tree_growth import TreeSettings, fit_hazard_trees
-from blobstore.tiering.worth import worth_table
+from blobstore.tiering.worth import by_steps, worth_table
 
 MODEL_VERSION = 2
 """Of what the arrays of a model mean: features, ages, classes."""
@@ -62,7 +62,7 @@ class Fitted:
         self._norms = (centres**2).sum(1).astype(np.float32)
         self._mean = np.full(centres.shape[1], 1 / centres.shape[1], np.float32)
         self.hazards = trees.hazards(np.concatenate([centres, np.zeros((1, centres.shape[1]))]))
-        self.worth_per_s = worth_table(self.hazards)
+        self.worth_per_s = by_steps(worth_table(self.hazards))
         steps = self.hazards * np.diff(AGE_EDGES_S)
         self._until = np.cumsum(steps, 1) - steps
 
