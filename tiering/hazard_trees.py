@@ -109,6 +109,18 @@ class HazardTrees:
         return np.maximum(sums, -_CLIP, out=sums)
 
     def hazards(self, log_ratios: npt.NDArray[np.floating]) -> FloatArray:
-        """Per second: rows by age bins."""
-        curve: FloatArray = self.pooled * np.exp(log_ratios[:, self.period_of])
+        """Per second: rows by age bins.
+
+        Ratios go evenly from the middle of one period to that of the next: what a tree says of
+        a period is no more true of its last bin than of the first one after it.
+        """
+        curve: FloatArray = self.pooled * np.exp(log_ratios @ self._shares)
         return curve
+
+    @cached_property
+    def _shares(self) -> FloatArray:
+        """How much each period has to say of each age bin: periods by bins."""
+        bins = np.arange(N_AGES)
+        each = np.eye(int(self.period_of[-1]) + 1)
+        middles = [bins[self.period_of == period].mean() for period in range(len(each))]
+        return np.stack([np.interp(bins, middles, one) for one in each])

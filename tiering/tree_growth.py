@@ -29,6 +29,9 @@ _N_BINS = 32
 _CUT_SAMPLES = 12_000
 """Enough to tell where the samples lie."""
 
+_NOWHERE = 255
+"""Above every bin."""
+
 _WHOLE = 1 / 3
 """Of the trees, that are to tell most about uses at any age."""
 
@@ -59,6 +62,19 @@ class TreeSettings:
         return max(self.rate_of_few, self.rate * min(n_samples / self.rate_samples, 1.0))
 
 
+@dataclass(frozen=True, slots=True)
+class Belief:
+    """What is taken for granted until samples say otherwise.
+
+    Rows whose `feature` is above `threshold` have hazards that are higher by a factor of
+    which `log_ratio` is the logarithm.
+    """
+
+    feature: int
+    threshold: float
+    log_ratio: float
+
+
 def _binned(features: Float32Array, cuts: FloatArray) -> ByteArray:
     """Each feature as the number of its thresholds below it."""
     binned = np.empty(features.shape, np.uint8)
@@ -74,8 +90,12 @@ def fit_hazard_trees(
     weight: FloatArray,
     settings: TreeSettings,
     seed: int,
+    belief: Belief | None = None,
 ) -> HazardTrees:
-    """The model of samples that were watched so long and then `reused`, or not yet."""
+    """The model of samples that were watched so long and then `reused`, or not yet.
+
+    A `belief` takes the place of the first tree.
+    """
     # A use at the very same time has taken some: no time would leave nothing to divide by.
     watched_s = np.maximum(watched_s, AGE_EDGES_S[1] / 2)
     rng = np.random.default_rng(seed)
@@ -86,7 +106,7 @@ def fit_hazard_trees(
     period_of = _periods(watched_s[reused])
     cuts = _cuts(features[:_CUT_SAMPLES])
     growth = _Growth(features, watched_s, reused, weight, pooled, period_of, cuts)
-    return growth.grow(settings, rng)
+    return growth.grow(settings, rng, belief)
 
 
 def _pooled_hazard(watched_s: FloatArray, reused: BoolArray, weight: FloatArray) -> FloatArray:
@@ -161,11 +181,13 @@ class _Growth:
         self.events = np.zeros_like(self.expected)
         self.events[period_of[last], np.arange(len(last))] = reused * weight
 
-    def grow(self, settings: TreeSettings, rng: np.random.Generator) -> HazardTrees:
+    def grow(
+        self, settings: TreeSettings, rng: np.random.Generator, belief: Belief | None
+    ) -> HazardTrees:
         """All trees, each on some of the samples, features and periods."""
         n_trees, depth = settings.n_trees, settings.depth
         feature = np.zeros((n_trees, depth), np.int64)
-        cut = np.full((n_trees, depth), 255, np.uint8)
+        cut = np.full((n_trees, depth), _NOWHERE, np.uint8)
         values = np.zeros((n_trees, 1 << depth, self.n_periods))
         n_samples = self.events.shape[1]
         differing = np.flatnonzero(np.isfinite(self.cuts[:, 0]))
@@ -173,7 +195,11 @@ class _Growth:
             differing = np.arange(1)
         n_shares = max(-(-n_samples // settings.samples_per_tree), 1)
         rate = settings.rate_for(n_samples)
-        for k in range(n_trees):
+        if belief is not None:
+            feature[0], cut[0, 0] = belief.feature, self._cut_at(belief)
+            values[0, 1::2] = belief.log_ratio
+            self._expect(feature[0], cut[0], values[0], slice(0, self.n_periods))
+        for k in range(belief is not None, n_trees):
             share = slice(*(n_samples * (k % n_shares + end) // n_shares for end in (0, 1)))
             chosen = rng.permutation(differing)[: settings.features_per_tree]
             expected = self.expected[:, share]
@@ -183,6 +209,11 @@ class _Growth:
             feature[k], cut[k], values[k] = chosen[tree.column], tree.cut, tree.values(periods)
             self._expect(feature[k], cut[k], values[k], periods)
         return HazardTrees(self.pooled, self.period_of, self.cuts, feature, cut, values)
+
+    def _cut_at(self, belief: Belief) -> int:
+        """The bin above which it holds; above none if no samples are told apart there."""
+        at = int(np.searchsorted(self.cuts[belief.feature], belief.threshold, "right")) - 1
+        return at if at >= 0 else _NOWHERE
 
     def _expect(
         self, feature: IntArray, cut: ByteArray, values: FloatArray, periods: slice
@@ -212,7 +243,7 @@ class _Tree:
         self._settings, self._rate = settings, rate
         self._gradient, self._hazard = gradient, hazard
         self.column = np.zeros(settings.depth, np.int64)
-        self.cut = np.full(settings.depth, 255, np.uint8)
+        self.cut = np.full(settings.depth, _NOWHERE, np.uint8)
         self._leaf = np.zeros(gradient.shape[1], np.int64)
 
     def grow(self, columns: ByteArray, periods: slice) -> None:

@@ -139,7 +139,9 @@ def test_a_sealed_model_that_makes_no_sense_is_refused() -> None:
     no_trees = {name: arrays[name][:0] for name in no_depth}
     endless = {"pooled": np.full_like(arrays["pooled"], np.inf)}
     negative = {"pooled": np.full(len(arrays["pooled"]), -1.0)}
-    for damage in (no_depth, no_trees, endless, negative):
+    skipped = {"period_of": arrays["period_of"] * 2}
+    backwards = {"period_of": arrays["period_of"].max() - arrays["period_of"]}
+    for damage in (no_depth, no_trees, endless, negative, skipped, backwards):
         with pytest.raises(ValueError, match="fit together"):
             Fitted.from_parts(arrays | damage, values)
     with pytest.raises(ValueError, match="infinity"):

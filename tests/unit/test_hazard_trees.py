@@ -11,7 +11,7 @@ from blobstore.tiering.hazard_trees import (
     HazardTrees,
     age_bins,
 )
-from blobstore.tiering.tree_growth import TreeSettings, fit_hazard_trees
+from blobstore.tiering.tree_growth import Belief, TreeSettings, fit_hazard_trees
 
 N = 4000
 
@@ -21,6 +21,7 @@ def _fit(
     times_s: np.ndarray,
     watched_s: float,
     settings: TreeSettings | None = None,
+    belief: Belief | None = None,
 ) -> HazardTrees:
     """Of items used again after `times_s`, as seen after `watched_s`."""
     reused = times_s < watched_s
@@ -31,6 +32,7 @@ def _fit(
         np.ones(len(times_s)),
         settings or TreeSettings(rate_of_few=TreeSettings().rate),
         seed=1,
+        belief=belief,
     )
 
 
@@ -126,3 +128,38 @@ def test_a_rare_kind_is_found_wherever_it_lies_among_many_samples() -> None:
     scales_s = np.where(features[:, 1] > 0, 2.0, 200.0)
     trees = _fit(features, np.random.default_rng(4).exponential(scales_s), watched_s=50.0)
     assert _hazard(trees, [0.0, 1.0], 1.0) > 20 * _hazard(trees, [0.0, 0.0], 1.0)
+
+
+def test_a_belief_holds_until_samples_say_otherwise() -> None:
+    belief = Belief(feature=1, threshold=0.5, log_ratio=1.0)
+    rows = np.random.default_rng(6).integers(0, 2, (N, 3)).astype(np.float32)
+
+    def apart(n: int, watched_s: float) -> float:
+        times_s = np.random.default_rng(7).exponential(50.0, n)  # the same for both kinds
+        trees = _fit(rows[:n], times_s, watched_s, belief=belief)
+        above, below = (_hazard(trees, [0.0, kind, 0.0], 10.0) for kind in (1.0, 0.0))
+        return above / below
+
+    assert apart(N, watched_s=0.01) == pytest.approx(np.e, rel=0.1)
+    assert apart(N, watched_s=50.0) == pytest.approx(1.0, abs=0.2)
+
+
+def test_a_belief_about_what_no_samples_differ_in_says_nothing() -> None:
+    times_s = np.random.default_rng(8).exponential(50.0, 50)
+    trees = _fit(np.ones((50, 3), np.float32), times_s, 50.0, belief=Belief(1, 0.5, 1.0))
+    assert _hazard(trees, [1.0, 1.0, 1.0], 10.0) == _hazard(trees, [1.0, 0.0, 1.0], 10.0)
+
+
+def test_ratios_go_evenly_from_the_middle_of_one_period_to_the_next() -> None:
+    period_of = np.repeat([0, 1, 2], N_AGES // 3)
+    trees = HazardTrees(
+        pooled=np.ones(N_AGES),
+        period_of=period_of,
+        cuts=np.full((1, 3), np.inf),
+        feature=np.zeros((1, 1), np.int64),
+        cut=np.full((1, 1), 255, np.uint8),
+        values=np.zeros((1, 2, 3)),
+    )
+    found = np.log(trees.hazards(np.array([[0.0, 1.2, -2.4]]))[0])
+    middles = [5.5, 17.5, 29.5]
+    assert found == pytest.approx(np.interp(np.arange(N_AGES), middles, [0.0, 1.2, -2.4]))
