@@ -35,11 +35,14 @@ class Divergences:
         self._clock = clock
         self._reports: deque[tuple[float, dict[str, str]]] = deque(maxlen=REPORTS_MAX)
 
-    def may_keep(self, record: Record, was: bytes) -> bool:
-        """Whether `record`, sealed by a runner, may stand for bytes of the digest `was`."""
+    def may_keep(self, record: Record, was: bytes, *, promised: bool = False) -> bool:
+        """Whether `record`, sealed by a runner, may stand for bytes of the digest `was`.
+
+        Not if these are held and were `promised` to be kept, whatever is agreed on.
+        """
         if record.digest == was:
             return True
-        terms = self._terms(record.ns)
+        terms = "reject" if promised else self._terms(record.ns)
         self._counters.diverged_blobs[terms] += 1
         if terms == "report":
             self._report(record, was)

@@ -189,7 +189,7 @@ class Sealing:
         if existing is not None and not (existing.hole or again):
             answer = self.compare(existing, record.digest, record.retention)
         elif remade is not None and not self._divergences.may_keep(
-            record, _before(existing, remade)
+            record, _before(existing, remade), promised=again and _is_promised(existing)
         ):
             answer = ("refused", "divergent")
         elif existing is None:
@@ -271,6 +271,10 @@ class Sealing:
 
     def _array(self, record: Record) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         return np.frombuffer(self._view(record), np.uint8)
+
+
+def _is_promised(existing: Record | None) -> bool:
+    return existing is not None and existing.retention is Retention.DURABLE
 
 
 def _before(existing: Record | None, remade: TextEntry) -> bytes:

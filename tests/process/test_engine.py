@@ -40,11 +40,8 @@ def disk() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.mark.timeout(900)  # on two busy cores; less than a minute on idle ones
-@pytest.mark.parametrize(
-    "first",
-    [0, *(pytest.param(n, marks=pytest.mark.soak) for n in range(AT_ONCE, CONVERSATIONS, AT_ONCE))],
-)
+@pytest.mark.timeout(900)  # on two busy cores; half a minute on idle ones
+@pytest.mark.parametrize("first", range(0, CONVERSATIONS, AT_ONCE))
 def test_every_way_gives_the_tokens_and_bytes_of_the_cold_run(disk: Path, first: int) -> None:
     ways: Counter[str] = Counter()
     with ExitStack() as stack:
@@ -59,6 +56,16 @@ def test_every_way_gives_the_tokens_and_bytes_of_the_cold_run(disk: Path, first:
                 ways[sample.way] += 1
     assert ways["dram"] == ways["ssd"] == ways["rebuild"] == ways["both"] > 2 * AT_ONCE
     assert list(disk.iterdir()) == []
+
+
+def test_every_conversation_branches_pauses_and_is_compacted() -> None:
+    for seed in range(CONVERSATIONS):
+        script = drawn(seed, TOKENS_MAX)
+        after = [request.after for request in script]
+        (compacted,) = (at for at, request in enumerate(script) if request.compacts is not None)
+        assert any(request.pause for request in script)
+        assert any(gone_on is not None and gone_on < at - 1 for at, gone_on in enumerate(after))
+        assert compacted in after
 
 
 @pytest.mark.timeout(600)  # as above

@@ -197,3 +197,18 @@ def test_a_crash_leaves_the_old_bytes_or_the_new_ones(
     for payload, old, new in zip(found, PAYLOADS, OTHERS, strict=True):
         assert payload in (old, new)
     assert world.run(world.store.verify(60.0))["corrupt"] == []
+
+
+def test_durable_bytes_on_ssd_are_never_replaced_by_others(
+    world: SimStore, ns: Namespace, client: StoreClient, jobs: Jobs
+) -> None:
+    world.put_cold(client, ns, KEYS, PAYLOADS)
+    again = world.run(client.put(ns, KEYS, PAYLOADS, retention="durable"))
+    assert again == [("exists", "")] * 4
+    made = [PAYLOADS[0], *OTHERS[1:]]
+    assert world.run(client.put(ns, KEYS, made, job=JOB)) == [
+        ("stored", ""),
+        *[("refused", "divergent")] * 3,
+    ]
+    assert world.run(client.read(ns, KEYS)) == PAYLOADS
+    assert world.store.stats()["counters"]["diverged_blobs"] == {"reject": 3}
