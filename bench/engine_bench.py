@@ -82,7 +82,10 @@ SMALL = Scale(TINY, 4, 512, 64 * MIB, 64, 2, 1, 8, 512, 1, 2, 128)
 
 
 def report(setup: Setup) -> EngineReport:
-    """The rows `engine.cold|dram|ssd|rebuild|both|both_uneven|readers|without_reuse`."""
+    """The rows `engine.cold|dram|ssd|rebuild|both|both_uneven|readers|without_reuse`.
+
+    And `engine.estimate_fetch|estimate_rebuild`, of the daemon since its last restart.
+    """
     scale = setup.scale(FULL, SMALL)
     file = ModelFile(layers=scale.layers)
     setup.need_memory(2 * (_MODEL_BYTES + scale.capacity_tokens * _TOKEN_BYTES) + scale.dram_bytes)
@@ -102,6 +105,7 @@ def report(setup: Setup) -> EngineReport:
         found.samples += run.both_at_once(found.samples, BOTH_UNEVEN, UNEVEN, scale.uneven_rounds)
         found.rows += [*run.rows(found.samples), *others]
         found.estimates = kv.stats().get("rebuild", {}).get("estimates", {})
+        found.rows += engine_report.estimate_rows(found.estimates, wanted=not setup.tiny)
     return found
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from blobstore.bench.engine import Turn
 from blobstore.bench.pairs import Pairs
-from blobstore.bench.report import Report, Row, format_value
+from blobstore.bench.report import Report, Row, Setting, bound_row, format_value
 from blobstore.units import format_size
 
 
@@ -84,6 +84,9 @@ class EngineRow(Row):
         return self.ratio >= self.least and self.tokens_equal
 
 
+ESTIMATE_ERROR_MAX = 0.25
+"""Of what a fetch or a rebuild is estimated to take, in the median."""
+
 _LIMITS = ("cold prefill of the prefix", "cold prefill by its runner", "the faster way alone")
 
 
@@ -145,9 +148,16 @@ class EngineReport(Report):
         facts = ", ".join(f"{name} {value}" for name, value in self.machine.items())
         console.print(facts, style="dim", highlight=False)
         console.print(_table(self.rows))
-        for what, told in self.estimates.items():
-            if told.get("error") is not None:
-                console.print(f"estimates of {what}: off by {told['error']:.0%} in the median")
+
+
+def estimate_rows(estimates: Mapping[str, Any], *, wanted: bool) -> Iterator[Row]:
+    """By how much what was estimated is off in the median, as a share; where that is known."""
+    for what, told in estimates.items():
+        error = told.get("error")
+        if error is not None:
+            bounds = ESTIMATE_ERROR_MAX, [error], Setting(0)
+            found = bound_row(f"engine.estimate_{what}", error, "ratio", *bounds)
+            yield found if wanted else replace(found, least=0.0)
 
 
 def _table(rows: Sequence[Row]) -> Table:

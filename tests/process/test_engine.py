@@ -78,7 +78,8 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(disk: Path) -> None:
     body = json.loads(done.stdout)
     rows = {row["name"]: row for row in body["rows"]}
     ways = *WAYS, BOTH_UNEVEN
-    assert list(rows) == [f"engine.{name}" for name in (*ways, "readers", "without_reuse")]
+    others = "readers", "without_reuse", "estimate_fetch", "estimate_rebuild"
+    assert list(rows) == [f"engine.{name}" for name in (*ways, *others)]
     for way in ways:
         row = rows[f"engine.{way}"]
         assert row["tokens_equal"]

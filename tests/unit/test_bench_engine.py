@@ -12,7 +12,7 @@ from blobstore.bench.chat import Chat
 from blobstore.bench.engine import Turn
 from blobstore.bench.engine_conversation import AGENT, TINY, Conversation, Request
 from blobstore.bench.engine_plot import to_svg
-from blobstore.bench.engine_report import EngineReport, Sample, row
+from blobstore.bench.engine_report import EngineReport, Sample, estimate_rows, row
 from blobstore.bench.model_file import ModelFile
 from tests.support.engine_scripts import drawn
 
@@ -72,6 +72,14 @@ class TestRow:
         assert all(wanted <= found.keys() for found in body["rows"])
         assert [told["way"] for told in body["turns"]] == ["dram", "both"]
         assert "tokens" not in body["turns"][0]
+
+
+def test_estimates_may_be_off_by_a_quarter() -> None:
+    told = {"fetch": {"error": 0.1}, "rebuild": {"error": 0.5}, "other": {"error": None}}
+    fetch, rebuild = estimate_rows(told, wanted=True)
+    assert (fetch.name, fetch.ratio, fetch.met) == ("engine.estimate_fetch", 2.5, True)
+    assert (rebuild.name, rebuild.ratio, rebuild.met) == ("engine.estimate_rebuild", 0.5, False)
+    assert all(found.met for found in estimate_rows(told, wanted=False))
 
 
 def test_the_picture_has_two_bars_for_each_way() -> None:
