@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
+from blobstore import rebuilds
 from blobstore.clients import BoundNamespace, Client, Terms
-from tests.support.http_daemon import HttpDaemon, http_daemon
+from blobstore.http.door import DoorTerms, HttpDoor
+from blobstore.http.tokens import load
+from tests.support.daemon import Daemon
+from tests.support.http_daemon import Answer, HttpDaemon, http_daemon
 from tests.support.polling import poll_until
 from tests.support.rebuild_runner import NAMESPACE, NBYTES, TOKENS, ids_of, payload_of, put_and_drop
+from tests.support.served_store import served_store
 
 WAIT_S = 30.0
 OTHER = dataclasses.replace(NAMESPACE, model="other")
@@ -95,20 +102,20 @@ def elsewhere() -> Iterator[Callable[[Answering], Elsewhere]]:
         server.close()
 
 
-def putting(door: HttpDaemon) -> Answering:
-    """Computes the blobs of a job and puts them."""
+def putting(door: HttpDaemon, n_blobs: int | None = None, status: int = 200) -> Answering:
+    """Computes the blobs of a job, or its first few, and puts them."""
 
     def answer(job: dict[str, Any]) -> int:
         ids = np.array([*job["context_token_ids"], *job["token_ids"]], np.uint32)
         parent = job["parent"]
-        for index, key in enumerate(job["keys"]):
+        for index, key in enumerate(job["keys"][:n_blobs]):
             start = job["position"] + index * TOKENS
             payload = payload_of(ids[:start], ids[start : start + TOKENS])
             query = f"job={job['job']}" + (f"&parent={parent}" if parent else "")
             put = door.ask("PUT", f"{ONE}/blobs/{key}?{query}", payload)
             assert put.status == 201, put.body
             parent = key
-        return 200
+        return status
 
     return answer
 
@@ -165,6 +172,173 @@ def test_a_runner_that_puts_nothing_has_failed(
     door.post(f"{ONE}/rebuilders", {"url": server.url})
     assert read(kv, ns, ids)[0] == []
     assert kv.stats()["rebuild"]["blobs"] == 0
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["of a known length", "chunked"])
+@pytest.mark.parametrize(("nbytes", "status"), [(0, 400), (NBYTES - 1, 400), (NBYTES + 1, 413)])
+def test_a_payload_of_a_wrong_size_is_refused_and_the_reader_has_its_miss(
+    nbytes: int,
+    status: int,
+    chunked: bool,
+    door: HttpDaemon,
+    kv: Client,
+    ns: BoundNamespace,
+    elsewhere: Callable[[Answering], Elsewhere],
+) -> None:
+    payloads = put_and_drop(kv, ns, ids_of(2))
+    answers: list[Answer] = []
+
+    def wrong(job: dict[str, Any]) -> int:
+        payload = bytes(nbytes)
+        put = f"{ONE}/blobs/{job['keys'][0]}?job={job['job']}"
+        answers.append(door.ask("PUT", put, iter([payload]) if chunked else payload))
+        return 200  # as if all were well
+
+    server = elsewhere(wrong)
+    door.post(f"{ONE}/rebuilders", {"url": server.url})
+    assert read(kv, ns, ids_of(2)) == ([], "incomplete")
+    (answer,) = answers
+    assert (answer.status, answer.error) == (status, "size_mismatch")
+    assert f"has {NBYTES} bytes, found" in answer.json["message"]
+    poll_until(door.nothing_is_lent, WAIT_S)
+    door.post(f"{ONE}/rebuilders", {"url": server.url, "ttl_s": 0})
+    door.post(f"{ONE}/rebuilders", {"url": elsewhere(putting(door)).url})
+    assert read(kv, ns, ids_of(2)) == (payloads, "")
+
+
+@pytest.mark.parametrize("n_put", [0, 1])
+@pytest.mark.parametrize("status", [500, 200])
+def test_what_one_runner_failed_to_make_another_makes(
+    n_put: int,
+    status: int,
+    door: HttpDaemon,
+    kv: Client,
+    ns: BoundNamespace,
+    elsewhere: Callable[[Answering], Elsewhere],
+) -> None:
+    payloads = put_and_drop(kv, ns, ids_of(3))
+    other, fail = elsewhere(putting(door)), putting(door, n_put, status)
+
+    def failing(job: dict[str, Any]) -> int:
+        """The other one is there from now on: this is the one that has the job."""
+        assert door.post(f"{ONE}/rebuilders", {"url": other.url}).status == 200
+        return fail(job)
+
+    server = elsewhere(failing)
+    door.post(f"{ONE}/rebuilders", {"url": server.url})
+    assert read(kv, ns, ids_of(3)) == (payloads, "")
+    assert (len(server.jobs), [job["position"] for job in other.jobs]) == (1, [n_put * TOKENS])
+    poll_until(lambda: kv.stats()["rebuild"]["ended"] == {"made": 1}, WAIT_S, "one job in all")
+
+
+@contextmanager
+def own_door(path: Path) -> Iterator[HttpDaemon]:
+    """That of a store in this process, which has a local one too."""
+    with served_store(path) as served:
+        data = path.parent / "data"
+        terms = DoorTerms(("127.0.0.1", 0), load(data, None))
+        made = served.call(lambda store: HttpDoor(store, terms))
+
+        def run(steps: Callable[[], Coroutine[Any, Any, None]]) -> None:
+            task = served.call(lambda store: asyncio.get_running_loop().create_task(steps()))
+            poll_until(task.done, WAIT_S)
+            task.result()
+
+        run(made.start)
+        try:
+            said = SimpleNamespace(said=f"ready: {made.address}", data=data)
+            yield HttpDaemon(cast("Daemon", said))
+        finally:
+            run(made.close)
+
+
+def test_a_job_that_hangs_at_one_runner_is_made_by_another_once_it_is_late(
+    tmp_path: Path,
+    elsewhere: Callable[[Answering], Elsewhere],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    path, hung = tmp_path / "b.sock", threading.Event()
+    with own_door(path) as door, Client(f"unix:{path}", timeout_s=WAIT_S) as kv:
+        ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+        payloads = put_and_drop(kv, ns, ids_of(3))
+        other, usual_s = elsewhere(putting(door)), rebuilds.JOB_S_UNKNOWN
+
+        def hanging(job: dict[str, Any]) -> int:
+            monkeypatch.setattr(rebuilds, "JOB_S_UNKNOWN", usual_s)
+            assert door.post(f"{ONE}/rebuilders", {"url": other.url}).status == 200
+            return 500 + hung.wait(WAIT_S)
+
+        server = elsewhere(hanging)
+        monkeypatch.setattr(rebuilds, "JOB_S_UNKNOWN", 2.0)
+        door.post(f"{ONE}/rebuilders", {"url": server.url})
+        try:
+            assert read(kv, ns, ids_of(3)) == (payloads, "")
+            assert (len(server.jobs), len(other.jobs)) == (1, 1)
+        finally:
+            hung.set()
+        poll_until(lambda: kv.stats()["rebuild"]["ended"] == {"made": 1}, WAIT_S)
+
+
+def test_a_runner_that_hangs_and_is_taken_out_is_followed_by_another_at_once(
+    door: HttpDaemon, kv: Client, ns: BoundNamespace, elsewhere: Callable[[Answering], Elsewhere]
+) -> None:
+    payloads, hung = put_and_drop(kv, ns, ids_of(3)), threading.Event()
+    other = elsewhere(putting(door))
+    server = elsewhere(lambda job: 500 + hung.wait(WAIT_S))
+    door.post(f"{ONE}/rebuilders", {"url": server.url})
+    with ThreadPoolExecutor(1) as readers:
+        reading = readers.submit(read, kv, ns, ids_of(3))
+        try:
+            poll_until(lambda: server.jobs, WAIT_S, "it has the job")
+            door.post(f"{ONE}/rebuilders", {"url": other.url})
+            door.post(f"{ONE}/rebuilders", {"url": server.url, "ttl_s": 0})
+            assert reading.result(WAIT_S / 2) == (payloads, "")
+        finally:
+            hung.set()
+    assert (len(server.jobs), len(other.jobs)) == (1, 1)
+
+
+def test_a_daemon_killed_while_a_runner_elsewhere_works_has_the_text_when_it_is_back(
+    tmp_path: Path, elsewhere: Callable[[Answering], Elsewhere]
+) -> None:
+    ids, begun, killed = ids_of(4), threading.Event(), threading.Event()
+    with (
+        http_daemon(tmp_path) as door,
+        Client(door.run.address, timeout_s=WAIT_S) as kv,
+        ThreadPoolExecutor(1) as readers,
+    ):
+        ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+        payloads = put_and_drop(kv, ns, ids)
+        poll_until(lambda: kv.stats()["texts"]["pending"] == 0, WAIT_S, "texts are on disk")
+        begin = putting(door, 1)
+
+        def working(job: dict[str, Any]) -> int:
+            status = begin(job)
+            begun.set()
+            killed.wait(WAIT_S)
+            return status
+
+        server = elsewhere(working)
+        try:
+            door.post(f"{ONE}/rebuilders", {"url": server.url})
+            reading = readers.submit(read, kv, ns, ids)
+            assert begun.wait(WAIT_S)
+            door.run.kill()
+            got, reason = reading.result(WAIT_S)
+            assert (got, bool(reason)) == (payloads[: len(got)], True)
+        finally:
+            killed.set()
+    with http_daemon(tmp_path) as door, Client(door.run.address, timeout_s=WAIT_S) as kv:
+        ns = kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
+        assert kv.stats()["texts"]["entries"] == 4
+        n_kept = kv.match(ns, ns.keys(ids)).blobs
+        assert n_kept <= 1, "of what was put again a crash may lose some"
+        other = elsewhere(putting(door))
+        door.post(f"{ONE}/rebuilders", {"url": other.url})
+        assert read(kv, ns, ids) == (payloads, "")
+        assert [job["position"] for job in other.jobs] == [n_kept * TOKENS]
+        assert len(server.jobs) == 1, "its registration went with the daemon"
+        assert kv.verify()["corrupt"] == []
 
 
 def test_what_runners_say_beside_their_answer_is_not_kept(

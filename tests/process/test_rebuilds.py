@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import signal
 import threading
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from blobstore.clients import (
     AsyncRebuildJob,
     BoundNamespace,
     Client,
+    KVLayout,
+    LayerGroup,
     RebuildJob,
     Terms,
 )
@@ -38,6 +41,8 @@ from tests.support.rebuild_runner import (
 )
 
 WAIT_S = 30.0
+LAYERED = KVLayout((LayerGroup.attention(layers=2, heads=8, head_size=64),))
+"""Of as many bytes as that of NAMESPACE."""
 
 
 @pytest.fixture
@@ -89,28 +94,49 @@ def test_many_readers_of_one_context_cause_one_rebuild(
         assert program.ask("stats")["jobs"] == 1
 
 
-async def test_cancelling_the_first_reader_strands_nobody(run: Daemon) -> None:
+@pytest.mark.parametrize("closed", [True, False], ids=["client is closed", "call is cancelled"])
+async def test_the_first_of_many_readers_leaves_and_strands_nobody(
+    closed: bool, run: Daemon
+) -> None:
+    """The daemon hears of a closed client at once, of a cancelled call when it answers that."""
     ids = ids_of(4)
-    async with AsyncClient(run.address, timeout_s=WAIT_S) as kv:
+    async with (
+        AsyncClient(run.address, timeout_s=WAIT_S) as kv,
+        AsyncClient(run.address, timeout_s=WAIT_S) as first_kv,
+    ):
         ns = await kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
         keys, payloads = ns.keys(ids), payloads_of(ids)
         await kv.put_from(ns, keys, payloads, token_ids=ids)
         await kv.drop(ns, keys)
 
-        async def read_one() -> list[bytes]:
-            async with kv.get(ns, keys) as lease:
+        async def read_by(client: AsyncClient) -> list[bytes]:
+            async with client.get(ns, keys) as lease:
                 return [bytes(view) for view in lease]
 
-        with runner(run.address, "gate") as program:
-            first = asyncio.ensure_future(read_one())
-            await asyncio.to_thread(program.hear)
-            others = [asyncio.ensure_future(read_one()) for _ in range(7)]
+        async def waiting(n: int) -> None:
             async with asyncio.timeout(WAIT_S):
-                while (await kv.stats())["rebuild"]["waiting"] < 8:
+                while (await kv.stats())["rebuild"]["waiting"] != n:
                     await asyncio.sleep(0.01)
-            first.cancel()
+
+        with runner(run.address, "gate") as program:
+            first = asyncio.ensure_future(read_by(first_kv))
+            await asyncio.to_thread(program.hear)
+            others = [asyncio.ensure_future(read_by(kv)) for _ in range(31)]
+            await waiting(32)
+            if closed:
+                await first_kv.close()
+            else:
+                first.cancel()
+            (left,) = await asyncio.gather(first, return_exceptions=True)
+            assert left == [] if closed else isinstance(left, asyncio.CancelledError)
+            await waiting(31 if closed else 32)
+            assert not any(other.done() for other in others)
             program.tell("go")
-            assert all(got == payloads for got in await asyncio.gather(*others))
+            async with asyncio.timeout(WAIT_S):
+                assert await asyncio.gather(*others) == [payloads] * 31
+            assert (await asyncio.to_thread(program.ask, "stats"))["jobs"] == 1
+        stats = (await kv.stats())["rebuild"]
+        assert (stats["ended"], stats["blobs"]) == ({"made": 1}, 4)
 
 
 def test_a_runner_that_is_killed_is_followed_by_another(
@@ -288,6 +314,42 @@ def test_registrations_for_what_is_not_declared_are_refused(kv: Client, ns: Boun
         kv.serve_rebuilds([other], lambda job: None)
     with pytest.raises(InvalidRequest, match="concurrency"):
         kv.serve_rebuilds([ns], lambda job: None, concurrency=0)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        dataclasses.replace(NAMESPACE, weights_digest="of other weights"),
+        dataclasses.replace(NAMESPACE, layout=LAYERED),
+    ],
+    ids=["other weights", "another layout of the same size"],
+)
+def test_runners_get_no_jobs_of_another_namespace(
+    other: Namespace, kv: Client, ns: BoundNamespace, run: Daemon
+) -> None:
+    assert other.nbytes == NAMESPACE.nbytes
+    others = kv.namespace(other, terms=Terms(recall="rebuild"))
+    ids, jobs = ids_of(3), list[bytes]()
+    payloads = put_and_drop(kv, ns, ids)
+    assert put_and_drop(kv, others, ids) == payloads  # under the same keys, what is more
+
+    def handle(job: RebuildJob) -> None:
+        jobs.append(job.namespace.id)
+        make(job)
+
+    with kv.serve_rebuilds([others], handle) as server:
+        assert read(kv, ns, ids) == ([], "absent")
+        assert read(kv, others, ids) == (payloads, "")
+        kv.drop(others, others.keys(ids))
+        with runner(run.address) as program:
+            assert read(kv, ns, ids) == (payloads, "")
+            assert program.hear()["job"] == 3
+            kv.drop(ns, ns.keys(ids))
+            assert read(kv, others, ids) == (payloads, "")
+            assert read(kv, ns, ids) == (payloads, "")
+            assert program.hear()["job"] == 3
+        poll_until(lambda: server.stats()["jobs"] == 2, WAIT_S, "it has ended both of its own")
+    assert jobs == [other.id] * 2
 
 
 async def test_coroutines_serve_as_well(run: Daemon) -> None:
