@@ -31,8 +31,15 @@ def other_bytes(key: bytes, nbytes: int) -> bytes:
 class Runner:
     """Makes the blobs of SPACE in this process, over a connection of its own."""
 
-    def __init__(self, made: Made = payload_of, blob_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        made: Made = payload_of,
+        blob_s: float = 0.0,
+        before: Callable[[RebuildJob, int], None] = lambda job, i: None,
+    ) -> None:
         self.made_from = made
+        self.before = before
+        """Called before a blob is made."""
         self.blob_s = blob_s
         self.jobs: list[tuple[int, int]] = []
         """Position and length."""
@@ -48,6 +55,7 @@ class Runner:
             if i >= job.wanted:
                 break
             wait_s(self.blob_s)
+            self.before(job, i)
             job[i][:] = self.made_from(job.keys[i], NBYTES)
             job.seal(i)
             self.n_made += 1
@@ -73,9 +81,9 @@ def kv(run: Daemon) -> Iterator[Client]:
         yield client
 
 
-def put(kv: Client) -> None:
+def put(kv: Client, retention: str = "durable") -> None:
     payloads = [payload_of(key, NBYTES) for key in KEYS]
-    results = kv.put_from(kv.namespace(SPACE), KEYS, payloads, token_ids=IDS, retention="durable")
+    results = kv.put_from(kv.namespace(SPACE), KEYS, payloads, token_ids=IDS, retention=retention)
     assert results == ["stored"] * N
 
 
@@ -212,6 +220,38 @@ class TestFromDisk:
             assert origins["ssd"] + origins["rebuild"] == N
             assert min(origins.values()) > 0
 
+    def test_where_both_sides_meet_both_stop(self, tmp_path: Path) -> None:
+        """The runner makes its next blob once the slowed disk has given as many."""
+        rate = {"BLOBSTORE__TIERING__FETCH_RATE": str(10 * NBYTES)}
+        with (
+            daemon(tmp_path, environ=rate) as run,
+            Client(run.address, timeout_s=30.0) as kv,
+            Client(run.address, timeout_s=30.0) as watcher,
+        ):
+
+            def n_loaded() -> int:
+                loaded: int = watcher.stats()["counters"]["loaded_blobs"]
+                return loaded
+
+            def idle() -> bool:
+                stats = watcher.stats()
+                return not stats["mover"]["loads"] and not stats["rebuild"]["running"]
+
+            def in_step(job: RebuildJob, i: int) -> None:
+                poll_until(lambda: n_loaded() >= i or i >= job.wanted, 20.0, "the disk has given")
+
+            put(kv)
+            terms(kv, recall="both")
+            chill(kv)
+            with served(run, Runner(before=in_step)) as runner:
+                n, origins, reason = read(kv)
+                assert (n, reason) == (N, "")
+                assert min(origins["ssd"], origins["rebuild"]) > 1
+                poll_until(idle, 20.0, "nobody works")
+            assert runner.n_made < N
+            assert n_loaded() < N
+            assert runner.n_made + n_loaded() <= N + 2, (runner.n_made, n_loaded())
+
 
 class TestDivergence:
     @pytest.mark.parametrize("told", ["accept", "report"])
@@ -224,6 +264,9 @@ class TestDivergence:
         if where == "text":
             kv.drop(ns, KEYS)
         else:
+            kv.drop(ns, KEYS)
+            put(kv, "standard")
+            poll_until(lambda: kv.stat(ns, KEYS)[-1]["tiers"] == ["dram", "ssd"])
             chill(kv)
         with served(run, Runner(other_bytes)):
             assert read(kv, made=other_bytes) == (N, {"rebuild": N}, "")
@@ -235,6 +278,16 @@ class TestDivergence:
         chill(kv)
         assert read(kv, made=other_bytes) == (N, {"ssd": N}, "")
         assert kv.verify()["corrupt"] == []
+
+    @pytest.mark.parametrize("told", ["accept", "report"])
+    def test_durable_bytes_on_disk_are_given_whatever_a_runner_makes(
+        self, run: Daemon, kv: Client, told: str
+    ) -> None:
+        terms(kv, recall="rebuild", divergence=told)
+        chill(kv)
+        with served(run, Runner(other_bytes)):
+            assert read(kv) == (N, {"ssd": N}, "")
+        assert kv.stats()["counters"]["diverged_blobs"].keys() == {"reject"}
 
     def test_a_strict_service_is_given_the_old_bytes_from_disk(
         self, run: Daemon, kv: Client

@@ -106,7 +106,7 @@ def test_what_is_no_job_of_this_model_fails(kv: Client) -> None:
     assert partial.sealed == of_another.sealed == []
 
 
-@pytest.mark.parametrize("kind", ["grouped", "sliding and full"])
+@pytest.mark.parametrize("kind", ["grouped", "sliding", "sliding and full", "latent"])
 def test_a_dropped_prefix_is_restored_while_a_runner_serves(kv: Client, kind: str) -> None:
     model = tiny(kind)
     cache = StoredCache(kv, model, tokens_per_blob=STEP)
