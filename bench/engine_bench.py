@@ -84,7 +84,7 @@ SMALL = Scale(TINY, 4, 512, 64 * MIB, 64, 2, 1, 8, 512, 1, 2, 128)
 def report(setup: Setup) -> EngineReport:
     """The rows `engine.cold|dram|ssd|rebuild|both|both_uneven|readers|without_reuse`.
 
-    And `engine.estimate_fetch|estimate_rebuild`, of the daemon since its last restart.
+    And `engine.estimate_fetch|estimate_rebuild`, of the daemon since the conversation's pause.
     """
     scale = setup.scale(FULL, SMALL)
     file = ModelFile(layers=scale.layers)
@@ -101,10 +101,10 @@ def report(setup: Setup) -> EngineReport:
         run = _Run(setup, scale, daemon, engine, runner, turns)
         found.samples += run.conversation()
         others = [run.many_readers(found.samples), run.without_reuse()]
+        found.estimates = kv.stats().get("rebuild", {}).get("estimates", {})
         found.samples += run.both_at_once(found.samples, BOTH, 1, scale.rounds)
         found.samples += run.both_at_once(found.samples, BOTH_UNEVEN, UNEVEN, scale.uneven_rounds)
         found.rows += [*run.rows(found.samples), *others]
-        found.estimates = kv.stats().get("rebuild", {}).get("estimates", {})
         found.rows += engine_report.estimate_rows(found.estimates, wanted=not setup.tiny)
     return found
 

@@ -78,8 +78,10 @@ def test_a_tiny_run_gives_every_row_and_leaves_nothing(disk: Path) -> None:
     body = json.loads(done.stdout)
     rows = {row["name"]: row for row in body["rows"]}
     ways = *WAYS, BOTH_UNEVEN
-    others = "readers", "without_reuse", "estimate_fetch", "estimate_rebuild"
-    assert list(rows) == [f"engine.{name}" for name in (*ways, *others)]
+    wanted = [f"engine.{name}" for name in (*ways, "readers", "without_reuse")]
+    assert list(rows)[: len(wanted)] == wanted
+    # So small a run may have too little to tell how far estimates are off.
+    assert set(rows) - set(wanted) <= {"engine.estimate_fetch", "engine.estimate_rebuild"}
     for way in ways:
         row = rows[f"engine.{way}"]
         assert row["tokens_equal"]
