@@ -72,8 +72,9 @@ class WorkerSide:
                 self._numbers[name] = at, part
         self._copies = copies_for(pages)
         if pages.device.type == "cpu":
-            for threads in (self._loads, self._saves):
-                threads.spread(launch_cores())
+            cores = launch_cores()
+            self._loads.spread(cores)
+            self._saves.spread(cores)
         self._saves.prepare()
 
     def begin(self, plan: StepPlan) -> None:

@@ -26,7 +26,15 @@ from blobstore.http.tokens import load
 from tests.support.daemon import Daemon
 from tests.support.http_daemon import Answer, HttpDaemon, http_daemon
 from tests.support.polling import poll_until
-from tests.support.rebuild_runner import NAMESPACE, NBYTES, TOKENS, ids_of, payload_of, put_and_drop
+from tests.support.rebuild_runner import (
+    NAMESPACE,
+    NBYTES,
+    TOKENS,
+    ids_of,
+    payload_of,
+    put_and_drop,
+    read,
+)
 from tests.support.served_store import served_store
 
 WAIT_S = 30.0
@@ -118,11 +126,6 @@ def putting(door: HttpDaemon, n_blobs: int | None = None, status: int = 200) -> 
         return status
 
     return answer
-
-
-def read(kv: Client, ns: BoundNamespace, ids: np.ndarray) -> tuple[list[bytes], str]:
-    with kv.get(ns, ns.keys(ids)) as lease:
-        return [bytes(view) for view in lease], lease.reason
 
 
 def test_a_runner_elsewhere_puts_what_it_computed(

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,15 @@ from blobstore.clients.rebuild_job import RebuildStopped
 from tests.support.daemon import Daemon, daemon
 from tests.support.polling import poll_until
 from tests.support.program import Program, say
-from tests.support.rebuild_runner import NAMESPACE, TOKENS, ids_of, payload_of, put_and_drop
+from tests.support.rebuild_runner import (
+    NAMESPACE,
+    TOKENS,
+    ids_of,
+    payload_of,
+    put_and_drop,
+    read,
+    rebuilds,
+)
 
 WAIT_S = 30.0
 N = 4
@@ -96,11 +103,6 @@ def kv(run: Daemon) -> Iterator[Client]:
         yield kv
 
 
-def read(kv: Client, ns: BoundNamespace, ids: np.ndarray) -> tuple[list[bytes], str]:
-    with kv.get(ns, ns.keys(ids)) as lease:
-        return [bytes(view) for view in lease], lease.reason
-
-
 Reads = list[Future[tuple[list[bytes], str]]]
 
 
@@ -135,11 +137,6 @@ def race(
             poll_until(lambda: rebuilds(kv)["jobs"] == 0, WAIT_S, "the job is over")
             poll_until(lambda: kv.stats()["lent_bytes"] == 0, WAIT_S, "nothing is lent")
     assert kv.verify()["corrupt"] == []
-
-
-def rebuilds(kv: Client) -> dict[str, Any]:
-    stats: dict[str, Any] = kv.stats()["rebuild"]
-    return stats
 
 
 def counted(kv: Client) -> tuple[dict[str, int], dict[str, int]]:

@@ -9,9 +9,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 
 from blobstore.clients import (
@@ -37,6 +35,8 @@ from tests.support.rebuild_runner import (
     payload_of,
     payloads_of,
     put_and_drop,
+    read,
+    rebuilds,
     runner,
 )
 
@@ -60,16 +60,6 @@ def kv(run: Daemon) -> Iterator[Client]:
 @pytest.fixture
 def ns(kv: Client) -> BoundNamespace:
     return kv.namespace(NAMESPACE, terms=Terms(recall="rebuild"))
-
-
-def read(kv: Client, ns: BoundNamespace, ids: np.ndarray) -> tuple[list[bytes], str]:
-    with kv.get(ns, ns.keys(ids)) as lease:
-        return [bytes(view) for view in lease], lease.reason
-
-
-def rebuilds(kv: Client) -> dict[str, Any]:
-    stats: dict[str, Any] = kv.stats()["rebuild"]
-    return stats
 
 
 def test_what_was_dropped_comes_back(kv: Client, ns: BoundNamespace, run: Daemon) -> None:

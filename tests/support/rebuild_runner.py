@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 
@@ -42,6 +43,18 @@ def payloads_of(ids: np.ndarray) -> list[bytes]:
     """Those of all blobs of a context."""
     starts = range(0, len(ids), TOKENS)
     return [payload_of(ids[:start], ids[start : start + TOKENS]) for start in starts]
+
+
+def read(kv: Client, ns: BoundNamespace, ids: np.ndarray) -> tuple[list[bytes], str]:
+    """What comes of a context, and why no more."""
+    with kv.get(ns, ns.keys(ids)) as lease:
+        return [bytes(view) for view in lease], lease.reason
+
+
+def rebuilds(kv: Client) -> dict[str, Any]:
+    """What the daemon says of its rebuilds."""
+    stats: dict[str, Any] = kv.stats()["rebuild"]
+    return stats
 
 
 def put_and_drop(kv: Client, ns: BoundNamespace, ids: np.ndarray, *, keep: int = 0) -> list[bytes]:

@@ -9,9 +9,12 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from blobstore.tiering.classifier import Classifier, ClassifierSettings, Fitted, fit
+from blobstore.tiering.classifier import Classifier, ClassifierSettings, Fitted, Snapshot, fit
 from blobstore.tiering.policy import Use
+from blobstore.tiering.reuse_features import ITEM_FEATURES, N_FEATURES, N_REQUEST
+from blobstore.tiering.reuse_samples import WatchedUses
 from blobstore.tiering.shadow_cache import ShadowCache
+from blobstore.tiering.tree_growth import TreeSettings
 
 SETTINGS = ClassifierSettings(samples=2000)
 
@@ -275,3 +278,13 @@ def test_an_item_is_worth_the_same_whether_it_is_looked_at_alone_or_with_others(
     alone = [classifier.worth_of(slot) for slot in judged]
     assert alone == pytest.approx(classifier.worths(np.array(judged)).tolist())
     assert classifier.above(judged[1]) == judged[0]
+
+
+def test_what_was_used_again_is_worth_more_before_samples_say_anything() -> None:
+    rows = np.zeros((200, N_FEATURES), np.float32)
+    used = N_REQUEST + ITEM_FEATURES.index("uses_before")
+    rows[::2, used] = 1.0  # the logarithm of one use and one
+    watched = WatchedUses(rows, np.full(200, 0.01), np.zeros(200, np.bool_), np.ones(200))
+    fitted = fit(Snapshot(watched, TreeSettings(), seed=1))
+    again, new = fitted.trees.log_ratios(rows[:2])
+    assert again - new == pytest.approx(1.0, abs=0.05)
