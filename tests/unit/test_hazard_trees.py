@@ -114,6 +114,16 @@ def test_few_samples_say_less_than_the_same_among_many() -> None:
     assert 5 < 2 * apart_of_few < apart
 
 
+def test_there_are_as_many_trees_as_the_events_let_hope() -> None:
+    settings = TreeSettings(trees=((1_000, 5), (3_000, 10), (5_000, 30)))
+    told = (0, 1_000, 2_000, 3_000, 4_500, 10**9)
+    assert [settings.trees_for(n) for n in told] == [5, 5, 8, 10, 25, 30]
+    features, _ = _two_kinds((1.0, 1.0))
+    for n_used, n_trees in ((0, 5), (1_500, 6), (N, 20)):
+        times_s = np.where(np.arange(N) < n_used, 5.0, np.inf)
+        assert len(_fit(features, times_s, 50.0, settings).feature) == n_trees
+
+
 def test_uses_at_the_same_time_are_uses() -> None:
     features = np.zeros((1000, 3), np.float32)
     trees = _fit(features, np.zeros(1000), 10.0)
@@ -122,11 +132,12 @@ def test_uses_at_the_same_time_are_uses() -> None:
 
 
 def test_a_rare_kind_is_found_wherever_it_lies_among_many_samples() -> None:
-    many = 5 * TreeSettings().samples_per_tree
+    settings = TreeSettings(rate_of_few=TreeSettings().rate, samples_per_tree=6_000)
+    many = 5 * settings.samples_per_tree
     features = np.zeros((many, 2), np.float32)
     features[-many // 20 :, 1] = 1.0
     scales_s = np.where(features[:, 1] > 0, 2.0, 200.0)
-    trees = _fit(features, np.random.default_rng(4).exponential(scales_s), watched_s=50.0)
+    trees = _fit(features, np.random.default_rng(4).exponential(scales_s), 50.0, settings)
     assert _hazard(trees, [0.0, 1.0], 1.0) > 20 * _hazard(trees, [0.0, 0.0], 1.0)
 
 
