@@ -7,7 +7,7 @@ ghost, found again by identity, until the ghosts outnumber what is held (and a f
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic
 
 import numpy as np
@@ -80,13 +80,14 @@ class ItemTable(Generic[T]):
         slot = self._slots.get(item)
         return self._ghosts.get(self._identity(item), UNKNOWN) if slot is None else slot
 
-    def admit(self, items: Iterable[T]) -> IntArray:
+    def admit(self, items: Sequence[T]) -> IntArray:
         """The slots of items, made where there is none; ghosts come back with what is known."""
-        get, add = self._slots.get, self._add
-        found = []
-        for item in items:
-            slot = get(item, -1)
-            found.append(slot if slot >= 0 else add(item))
+        get = self._slots.get
+        found: list[Any] = list(map(get, items))  # most are known: no loop for them
+        if None in found:
+            for at in range(found.index(None), len(found)):
+                slot = get(items[at])
+                found[at] = self._add(items[at]) if slot is None else slot
         return np.array(found, np.int64)
 
     def forget(self, item: T) -> None:

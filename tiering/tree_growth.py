@@ -256,8 +256,7 @@ class _Tree:
     def grow(self, columns: ByteArray, periods: slice) -> None:
         """Ask about `columns` of features what tells most about the events of `periods`."""
         weights = [a[periods].sum(0, dtype=np.float64) for a in (self._gradient, self._hazard)]
-        bins = columns.astype(np.int64)
-        sums = self._sums(bins, weights, 1)
+        sums = self._sums(columns, weights, 1)
         for level in range(self._settings.depth):
             gain, column, cut = self._best_cut(sums)
             if gain <= 0:
@@ -265,7 +264,7 @@ class _Tree:
             self.column[level], self.cut[level] = column, cut
             above = columns[column] > cut
             if level + 1 < self._settings.depth:
-                sums = self._split(sums, bins, weights, above)
+                sums = self._split(sums, columns, weights, above)
             self._leaf += above.astype(np.int64) << level
 
     def values(self, periods: slice) -> FloatArray:
@@ -282,31 +281,34 @@ class _Tree:
         return values
 
     def _split(
-        self, sums: FloatArray, bins: IntArray, weights: list[FloatArray], above: BoolArray
+        self, sums: FloatArray, columns: ByteArray, weights: list[FloatArray], above: BoolArray
     ) -> FloatArray:
         """The sums of twice as many leaves: of the smaller half counted, the others are left."""
         few_above = 2 * np.count_nonzero(above) <= len(above)
         few = np.flatnonzero(above if few_above else ~above)
-        counted = self._sums(bins[:, few], [w[few] for w in weights], sums.shape[2], few)
+        counted = self._sums(columns[:, few], [w[few] for w in weights], sums.shape[2], few)
         halves = (sums - counted, counted) if few_above else (counted, sums - counted)
         return np.concatenate(halves, 2)
 
     def _sums(
         self,
-        bins: IntArray,
+        columns: ByteArray,
         weights: list[FloatArray],
         n_leaves: int,
         samples: IntArray | slice = slice(None),
     ) -> FloatArray:
-        """What each of `weights` sums up to, by column, leaf and bin."""
-        n_columns = len(bins)
-        at = bins + self._leaf[samples] * _N_BINS
-        at += (np.arange(n_columns) * (n_leaves * _N_BINS))[:, None]
-        shape = (n_columns, n_leaves, _N_BINS)
-        flat, n = at.ravel(), n_columns * n_leaves * _N_BINS
-        return np.stack(
-            [np.bincount(flat, np.tile(w, n_columns), n).reshape(shape) for w in weights]
-        )
+        """What each of `weights` sums up to, by column, leaf and bin.
+
+        One column at a time: all at once would hold the interpreter's lock for milliseconds.
+        """
+        n = n_leaves * _N_BINS
+        sums = np.empty((len(weights), len(columns), n))
+        starts = self._leaf[samples] * _N_BINS
+        for column, binned in enumerate(columns):
+            at = binned + starts
+            for of_weight, weight in zip(sums, weights, strict=True):
+                of_weight[column] = np.bincount(at, weight, n)
+        return sums.reshape(*sums.shape[:2], n_leaves, _N_BINS)
 
     def _best_cut(self, sums: FloatArray) -> tuple[float, int, int]:
         """What is gained by asking which column whether its bin is above which."""

@@ -20,6 +20,17 @@ def test_slots_are_kept_and_unknown_items_have_none() -> None:
     assert table.slot("a9") == -1
 
 
+def test_whether_known_before_or_new_an_item_has_one_slot() -> None:
+    table = _table()
+    known, new, again, other = (
+        table.admit(["a1"]).tolist() + table.admit(["a2", "a2", "a3"]).tolist()
+    )
+    assert new == again
+    assert len({known, new, other}) == 3
+    assert table.admit(["a3", "a1", "a4", "a2"]).tolist()[:2] == [other, known]
+    assert table.slot("a2") == new
+
+
 def test_content_that_comes_back_as_another_item_is_known_again() -> None:
     table = _table()
     (slot,) = table.admit(["a1"])
