@@ -155,7 +155,7 @@ class Fitted:
 
 
 def fit(snapshot: Snapshot) -> Fitted:
-    """The model of a snapshot: the same for the same. Takes a second or so of one core."""
+    """The model of a snapshot: the same for the same. Takes one core for a second or three."""
     uses = snapshot.uses
     features = uses.features
     trees = fit_hazard_trees(
