@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from blobstore.index import Record, Retention
 from blobstore.listing import blob_facts
+from blobstore.mover import written_along
 from blobstore.stories import Stories
 from blobstore.tiering.policy import Policy
 
@@ -25,8 +26,10 @@ LOOKED_AT_MAX = 4096
 class Decides(Protocol):
     """What has the say about who leaves which tier."""
 
-    def explain(self, item: Record, now_s: float) -> dict[str, object]:
-        """What it makes of one blob."""
+    def explain(
+        self, item: Record, now_s: float, chain: Sequence[Record] = (), nbytes: int = 1
+    ) -> dict[str, object]:
+        """What it makes of one blob, with which a `chain` of `nbytes` would be written to SSD."""
         ...
 
 
@@ -153,7 +156,8 @@ def _decision(
     plan: Decides, record: Record, leaving: Mapping[str, Sequence[Record]], now_s: float
 ) -> dict[str, object]:
     """What the plan makes of a blob, beside the worth of those that would leave next."""
-    decision = plan.explain(record, now_s)
+    chain = written_along(record, LOOKED_AT_MAX)
+    decision = plan.explain(record, now_s, chain, sum(node.nbytes for node in chain))
     if "floor" in decision:
         decision["floor"] = {
             tier: plan.explain(first[0], now_s).get("worth") if first else None

@@ -47,6 +47,17 @@ PAUSE_SHARE = 4
 """Times what a look took: one that goes far and finds little must not keep the loop busy."""
 
 
+def written_along(record: Record, longest: float = inf) -> list[Record]:
+    """A blob, before it what it continues that is not on SSD: its last `longest` and one more."""
+    records = [record]
+    node = record.parent
+    while node is not None and not node.has_row and not node.dirty and len(records) <= longest:
+        records.append(node)
+        node = node.parent
+    records.reverse()
+    return records
+
+
 @dataclass(slots=True)
 class _Chain:
     """What would have to be written together: each continues the one before, and what the first
@@ -59,12 +70,7 @@ class _Chain:
     @classmethod
     def of(cls, record: Record, longest: float = inf) -> _Chain:
         """The chain that ends at `record`, or its last `longest` records and one more."""
-        records = [record]
-        node = record.parent
-        while node is not None and not node.has_row and not node.dirty and len(records) <= longest:
-            records.append(node)
-            node = node.parent
-        records.reverse()
+        records = written_along(record, longest)
         fit = all(node.packed and node.retention is not Retention.VOLATILE for node in records)
         return cls(records, sum(node.nbytes for node in records), fit)
 
@@ -160,8 +166,14 @@ class Mover:
         """The blob will be written, whoever decided that."""
         self.forget(record)
         self._refused_end = None
-        self._admission.wrote(record.nbytes, self._clock())
+        now_s = self._clock()
+        self._admission.wrote(record.nbytes, now_s)
+        self._budget.charge(record.nbytes, now_s)
         self._rate.note(record.nbytes)
+
+    def unwritten(self, record: Record) -> None:
+        """The blob could not be written: no budget for writes per day is spent on that."""
+        self._admission.unwrote(record.nbytes)
 
     def ended(self, record: Record) -> None:
         """The blob was written, or could not be."""
@@ -300,12 +312,9 @@ class Mover:
         if not verdict.admit:
             self._refuse(record, verdict.reason, verdict.detail)
             self._refused_end = chain
-        elif urgent:
-            self._demote(chain)
-        elif self._is_held_up(chain.nbytes):
+        elif not urgent and self._is_held_up(chain.nbytes):
             self._waiting[record] = _HeldUp(verdict, chain.nbytes)
         else:
-            self._spend(chain)
             self._demote(chain)
 
     def _is_held_up(self, nbytes: int) -> bool:
@@ -341,15 +350,14 @@ class Mover:
 
     def _has_room(self, chain: _Chain) -> bool:
         verdict = self._ask(chain)
-        return verdict.admit and verdict.reason == "room" and self._spend(chain)
+        if not verdict.admit or verdict.reason != "room":
+            return False
+        return self._budget.wait_s(chain.nbytes, self._clock()) <= 0
 
     def _ask(self, chain: _Chain) -> Verdict:
         return self._admission.decide(
             chain.records, chain.nbytes, self._free_bytes(), self._clock()
         )
-
-    def _spend(self, chain: _Chain) -> bool:
-        return self._budget.take(chain.nbytes, self._clock())
 
     def _chain(self, record: Record) -> _Chain:
         known, self._refused_end = self._refused_end, None

@@ -316,6 +316,7 @@ class Writeback:
                 await self._work.wait()
             record, why = self._queue.popleft()
             if record.gone or not record.packed:
+                self.mover.unwritten(record)
                 self._end(record, Full("lost before it was written"))
                 self._committer.look_again()
                 continue
@@ -329,6 +330,7 @@ class Writeback:
                 self._busy -= 1
 
     def _not_written(self, record: Record, error: BlobStoreError) -> None:
+        self.mover.unwritten(record)
         if isinstance(error, Corrupt):
             self._on_corrupt(record)
         else:

@@ -105,23 +105,33 @@ class Admission(Generic[T]):
             free_bytes: of the SSD, less what is on its way there.
             now_s: the time.
         """
-        if nbytes > self._capacity_bytes - self._spare_bytes:
+        if self._is_too_large(nbytes):
             return Verdict(False, "too_large")
         has_room = self._has_room(nbytes, free_bytes - self._spare_bytes)
         return self._verdict(chain, nbytes, has_room, now_s)
 
-    def outlook(self, item: T, now_s: float) -> Verdict:
-        """What `decide` would say of `item` alone, with the room that there was last time."""
-        return self._verdict([item], 1, self._filling, now_s)
+    def outlook(self, chain: Sequence[T], nbytes: int, now_s: float) -> Verdict:
+        """What `decide` would say, with the room that there was last time."""
+        if self._capacity_bytes and self._is_too_large(nbytes):
+            return Verdict(False, "too_large")
+        return self._verdict(chain, nbytes, self._filling, now_s)
 
     def wrote(self, nbytes: int, now_s: float) -> None:
         """`nbytes` are being written, asked for or not: they count against the budget."""
         self.write_budget.charge(nbytes, now_s)
         self._turnover.note(nbytes, now_s)
 
+    def unwrote(self, nbytes: int) -> None:
+        """`nbytes` that `wrote` was told of were not written after all."""
+        self.write_budget.give_back(nbytes)
+        self._turnover.take_back(nbytes)
+
     def threshold(self, now_s: float) -> float:
         """The least chance of a use in time that is admitted when there is no room to spare."""
         return self._p_reuse_min + (1 - self._p_reuse_min) * self._strain(now_s)
+
+    def _is_too_large(self, nbytes: int) -> bool:
+        return nbytes > self._capacity_bytes - self._spare_bytes
 
     def _verdict(self, chain: Sequence[T], nbytes: int, has_room: bool, now_s: float) -> Verdict:
         threshold = self.threshold(now_s)

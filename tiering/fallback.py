@@ -132,7 +132,7 @@ class Fallback(Generic[T]):
         self._shadows = [ShadowCache(room, self._learned, _one)]
         for name in self._race.names[1:]:
             self._shadows.append(REFERENCE_SHADOWS[name](room))
-        self._race.put_in_front(self._order.in_force)
+        self._race.put_in_front(self._order.wanted)
         self._entered = self._entered_sampled = 0
         return True
 

@@ -117,9 +117,14 @@ class Plan(Generic[T]):
         for fallback in self._fallbacks:
             fallback.tick()
 
-    def explain(self, item: T, now_s: float) -> dict[str, object]:
-        """What would be decided about `item` now, and by which numbers."""
-        verdict = self.admission.outlook(item, now_s)
+    def explain(
+        self, item: T, now_s: float, chain: Sequence[T] = (), nbytes: int = 1
+    ) -> dict[str, object]:
+        """What would be decided about `item` now, and by which numbers.
+
+        `chain` is what would be written to SSD with it, itself last, and `nbytes` its size.
+        """
+        verdict = self.admission.outlook(chain or [item], nbytes, now_s)
         known = self._learning.learner.explain(item, now_s) if self._learning is not None else {}
         return {
             "policy": self._dram.in_force,

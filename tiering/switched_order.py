@@ -43,6 +43,11 @@ class SwitchedOrder(Generic[T]):
         """How many items are in the tier, whether they may go or not."""
         return len(self._sizes)
 
+    @property
+    def wanted(self) -> str:
+        """Who is in force, or will be as soon as it has been built."""
+        return self.in_force if self._next is None else self._next.name
+
     def switch(self, name: str) -> None:
         """Let the order called `name` decide, as soon as `step` has built it."""
         self._next = None

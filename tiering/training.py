@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 SHARE_OF_CORE_MAX = 0.05
@@ -39,7 +40,7 @@ class Training(Generic[R]):
     def __init__(self, *, inline: bool = False) -> None:
         self._inline = inline
         self._pool: ThreadPoolExecutor | None = None
-        self._running: Future[tuple[R, float]] | None = None
+        self._running: Future[_Outcome[R]] | None = None
         self._started_s = 0.0
         self._next_s = float("-inf")
         self.n_fits = 0
@@ -47,7 +48,7 @@ class Training(Generic[R]):
         self.last_cpu_s = 0.0
         """Processor time of the last fit."""
         self.cpu_s = 0.0
-        """Of all fits."""
+        """Of all fits, those that failed too."""
 
     def may_start(self, now_s: float) -> bool:
         """Nothing runs, and the last fit's cost has been spread."""
@@ -68,19 +69,21 @@ class Training(Generic[R]):
         if running is None or not running.done():
             return None
         self._running = None
-        try:
-            result, cpu_s = running.result()
-        except Exception:
-            _log.exception("a fit of the tiering model failed; the last one stays in force")
+        outcome = running.result()
+        self.cpu_s += outcome.cpu_s
+        pause_s = 0.0 if self._inline else outcome.cpu_s / SHARE_OF_CORE_MAX
+        if outcome.error is not None:
+            _log.error(
+                "a fit of the tiering model failed; the last one stays in force",
+                exc_info=outcome.error,
+            )
             self.n_failed += 1
-            self._next_s = self._started_s + _RETRY_S
+            self._next_s = self._started_s + max(pause_s, _RETRY_S)
             return None
         self.n_fits += 1
-        self.last_cpu_s = cpu_s
-        self.cpu_s += cpu_s
-        if not self._inline:
-            self._next_s = self._started_s + cpu_s / SHARE_OF_CORE_MAX
-        return result
+        self.last_cpu_s = outcome.cpu_s
+        self._next_s = self._started_s + pause_s
+        return outcome.result
 
     def run(self, work: Callable[[], R2]) -> Future[R2]:
         """Do something on the same thread, after what runs there."""
@@ -97,10 +100,23 @@ class Training(Generic[R]):
             self._pool = None
 
 
-def _timed(fit: Callable[[], R2]) -> tuple[R2, float]:
+@dataclass(frozen=True, slots=True)
+class _Outcome(Generic[R]):
+    """What came of a fit, and its processor time; `result` is None where there is an `error`."""
+
+    result: R | None
+    error: Exception | None
+    cpu_s: float
+
+
+def _timed(fit: Callable[[], R]) -> _Outcome[R]:
     start_s = time.thread_time()
-    result = fit()
-    return result, time.thread_time() - start_s
+    result, error = None, None
+    try:
+        result = fit()
+    except Exception as fault:
+        error = fault
+    return _Outcome(result, error, time.thread_time() - start_s)
 
 
 def _done(work: Callable[[], R2]) -> Future[R2]:

@@ -34,6 +34,10 @@ class Turnover:
             while len(marks) > 1 and marks[1][1] <= self._written_bytes - self._capacity_bytes:
                 marks.popleft()
 
+    def take_back(self, nbytes: int) -> None:
+        """`nbytes` that were noted have not been written."""
+        self._written_bytes -= nbytes
+
     def turn_s(self, now_s: float) -> float:
         """How long the last turn took, or would take as things go; infinite if that is unknown."""
         if not self._marks:

@@ -140,9 +140,22 @@ def test_deciding_charges_nothing() -> None:
 
 def test_the_outlook_is_what_would_be_decided() -> None:
     admission = _admission(0.1)
-    assert admission.outlook("a", 0.0).reason == "room"
+    assert admission.outlook(["a"], 10, 0.0).reason == "room"
     admission.decide(["b"], 10, 0, 0.0)
-    assert admission.outlook("a", 0.0).reason == "unlikely"
+    assert admission.outlook(["a"], 10, 0.0).reason == "unlikely"
+
+
+def test_the_outlook_is_of_all_that_would_be_written_together() -> None:
+    budget = Budget(1.0, 500)
+    admission = Admission(CAPACITY, budget, _Odds(0.9))
+    chain = ["a", "b"]
+    assert admission.outlook(chain, CAPACITY + 1, 0.0).reason == "too_large"
+    admission.wrote(200, 0.0)
+    for nbytes, reason in ((300, "room"), (301, "budget")):
+        assert admission.outlook(chain, nbytes, 0.0).reason == reason
+        assert admission.decide(chain, nbytes, CAPACITY, 0.0).reason == reason
+    without_ssd: Admission[str] = Admission(0, Budget.per_day(None))
+    assert without_ssd.outlook(chain, 300, 0.0).reason == "room"
 
 
 def test_ancestors_are_looked_up_along_and_asked_about_no_more_for_a_moment() -> None:

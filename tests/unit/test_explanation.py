@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,13 @@ class Plan:
     def __init__(self, *, with_ssd: bool = True) -> None:
         self.dram: LeafLru[Record] = LeafLru()
         self.ssd: LeafLru[Record] | None = LeafLru() if with_ssd else None
+        self.asked: tuple[list[Record], int] = ([], 0)
 
-    def explain(self, item: Record, now_s: float) -> dict[str, object]:
+    def explain(
+        self, item: Record, now_s: float, chain: Sequence[Record] = (), nbytes: int = 1
+    ) -> dict[str, object]:
+        if chain:
+            self.asked = (list(chain), nbytes)
         age_s, worth = now_s - item.last_used, float(item.key[-1])
         return {"policy": "lru", "age_s": age_s, "worth": worth, "floor": {"ssd": 0.0}}
 
@@ -75,6 +81,16 @@ def test_facts_story_opinion_and_who_is_next_are_joined(desk: Desk) -> None:
     assert told["next"] == {"dram": [colder.key.hex()], "ssd": []}
     assert told["session"] == {"turn": 3}
     assert told["standing"] == {"waits": True}
+
+
+def test_what_would_be_written_along_is_asked_about_too(desk: Desk) -> None:
+    blobs = [desk.blob(number) for number in range(4)]
+    for above, below in itertools.pairwise(blobs):
+        below.parent = above
+    blobs[0].ssd = True
+    blobs[3].packed = b"in DRAM"
+    desk.explain(blobs[3])
+    assert desk.plan.asked == (blobs[1:], 3 * NBYTES)
 
 
 def test_asking_changes_nothing_in_the_order(desk: Desk) -> None:

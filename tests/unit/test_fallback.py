@@ -11,6 +11,7 @@ from functools import partial
 import pytest
 
 from blobstore.tiering import fallback as module
+from blobstore.tiering import switched_order
 from blobstore.tiering.fallback import Fallback
 from blobstore.tiering.lru import LeafLru
 from blobstore.tiering.policies import POLICIES
@@ -101,6 +102,21 @@ def test_a_pattern_that_flips_engages_the_fallback_and_lets_go_of_it() -> None:
     tier.run(_rounds(80), 1500)
     assert tier.order.in_force == "ours"
     assert tier.fallback.n_switches == 2
+
+
+def test_shadows_that_start_while_an_order_is_being_built_judge_the_one_that_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(switched_order, "BUILD_ITEMS", 1)
+    tier = _Tier()
+    tier.run(_rounds(80), 20)
+    tier.fallback.fitted()
+    assert (tier.order.in_force, tier.order.wanted) == ("lru", "ours")
+    tier.run(_rounds(80), 20)  # the tier is half full: shadows start
+    assert tier.order.in_force == "lru"
+    tier.run(_rounds(80), 2000)
+    assert tier.in_force == ["lru", "ours"]
+    assert tier.fallback.n_switches == 0
 
 
 def test_falling_back_costs_little_against_the_reference_itself() -> None:

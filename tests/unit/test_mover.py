@@ -337,6 +337,18 @@ class TestBudget:
             assert world.written() >= 2 * N_FIT
             assert world.counter("dropped") == 0
 
+    def test_what_nobody_may_hold_up_is_charged_all_the_same(self, tmp_path: Path) -> None:
+        with AskedStore(tmp_path, Verdict(True, "room"), demote_rate=NBYTES) as world:
+            world.put("durable", 8, retention="durable")
+            assert world.written() == 8
+            world.put("soon")
+            world.rest()
+            assert world.tiers("soon") == [["dram"]]
+            world.sim.advance(10.0)
+            world.put("later")
+            world.rest()
+            assert world.tiers("later") == [["dram", "ssd"]]
+
     def test_what_is_held_up_is_not_walked_along_at_every_look(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -427,6 +439,29 @@ class TestDisk:
         assert world.counter("moved_blobs")["dram>ssd"]["worth"] > 0
         world.fill(N_FIT, first=3 * N_FIT)
         assert world.read(str(3 * N_FIT - 1))
+
+    def test_what_could_not_be_written_spends_nothing_of_the_day(self, world: AskedStore) -> None:
+        day_bytes = 1000.0 * NBYTES
+        budget = world.admission.write_budget = Budget(0.0, day_bytes)
+
+        def fail(name: str, path: Path) -> None:
+            if name in ("pwritev", "create"):
+                raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+        world.disk.before_step = fail
+        for number in range(2 * N_FIT):
+            world.put(str(number))
+            world.rest()
+            world.sim.advance(5.0)  # it is tried again now and then
+        assert world.counter("ssd_errors") > 1
+        assert budget.left_bytes(world.sim.clock()) == day_bytes
+        world.disk.before_step = lambda name, path: None
+        world.sim.advance(10.0)
+        world.fill(N_FIT, first=2 * N_FIT)
+        world.finish_all()
+        assert world.written() > 0
+        left_bytes = budget.left_bytes(world.sim.clock())
+        assert left_bytes == day_bytes - world.written() * NBYTES
 
     def test_a_stop_writes_what_waits(self, world: AskedStore) -> None:
         """B39: a clean stop keeps what is worth it."""

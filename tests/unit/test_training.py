@@ -100,6 +100,20 @@ def test_a_fit_that_fails_is_logged_and_tried_again_later(
     assert training.may_start(60.0)
 
 
+def test_a_fit_that_fails_after_long_is_followed_by_its_pause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    times = iter([100.0, 110.0])
+    monkeypatch.setattr(time, "thread_time", lambda: next(times))
+    training: Training[str] = Training()
+    training.start(lambda: str(1 // 0), 1000.0)
+    poll_until(lambda: training.collect() is None and training.n_failed == 1)
+    assert training.cpu_s == 10.0
+    assert not training.may_start(1199.9)
+    assert training.may_start(1200.0)
+    training.close()
+
+
 def test_an_inline_fit_runs_at_once_and_without_a_pause() -> None:
     training: Training[str] = Training(inline=True)
     training.start(lambda: threading.current_thread().name, 0.0)

@@ -53,3 +53,14 @@ def test_a_clock_that_jumps_back_moves_the_past_along() -> None:
     for second in range(5):
         turnover.note(100, float(second))
     assert turnover.turn_s(5.0) == pytest.approx(10.0, rel=0.25)
+
+
+def test_what_was_not_written_after_all_does_not_count() -> None:
+    told, other = Turnover(1000), Turnover(1000)
+    for second in range(30):
+        told.note(100, float(second))
+        other.note(100, float(second))
+        for _ in range(5):
+            told.note(100, float(second))
+            told.take_back(100)
+    assert told.turn_s(30.0) == pytest.approx(other.turn_s(30.0), rel=0.15)
