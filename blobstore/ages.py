@@ -50,5 +50,20 @@ def histograms(plain: Mapping[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]
     yield from plain["at_eviction"].items()
 
 
+def medians(plain: Mapping[str, Any]) -> dict[str, float]:
+    """Of what `as_dict` gave: ages that half did not exceed, by the names of `histograms`.
+
+    Those of which nothing is known are left out. What lies above all bounds counts as the
+    last of them.
+    """
+    found = {}
+    for name, counted in histograms(plain):
+        ages = Histogram(plain["bounds_s"])
+        ages.counts, ages.longest_s = counted["counts"], ages.bounds_s[-1]
+        if ages.count:
+            found[name] = ages.quantile(0.5)
+    return found
+
+
 def _plain(histogram: Histogram) -> dict[str, Any]:
     return {"counts": list(histogram.counts), "sum_s": histogram.sum_s}

@@ -14,6 +14,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from blobstore.ages import medians
 from blobstore.cli.ask import ask
 from blobstore.cli.options import ConfigFile, Json, Socket, Timeout, configured
 from blobstore.cli.output import console, duration, print_json
@@ -105,6 +106,7 @@ def sample_of(before: Tree, after: Tree) -> dict[str, Any]:
         },
         "faults": {name: after["counters"][name] for name in WORRIES},
         "policy": {name: after["plan"][name] for name in POLICY if name in after.get("plan", {})},
+        "median_ages_s": medians(after["ages"]),
     }
 
 
@@ -214,6 +216,8 @@ def _standing(sample: Tree) -> Iterator[Text]:
     )
     if sample["policy"]:
         yield Text(_decided(sample["policy"]))
+    if sample["median_ages_s"]:
+        yield Text(_lain(sample["median_ages_s"]))
     faults = [f"{n:,} {WORRIES[name]}" for name, n in sample["faults"].items() if n]
     if faults:
         yield Text(", ".join(faults), "red")
@@ -233,6 +237,15 @@ def _decided(plan: Tree) -> str:
     if left_bytes is not None:
         said.append(f"{format_size(left_bytes)} may be written to ssd at once")
     return ", ".join(said)
+
+
+def _lain(median_ages_s: Mapping[str, float]) -> str:
+    """How long blobs have not been used when they are again, or leave, since the start."""
+    said = [
+        f"when {f'leaving {tier}' if tier else 'used again'} {duration(age_s)}"
+        for tier, age_s in median_ages_s.items()
+    ]
+    return "median age " + ", ".join(said)
 
 
 def _number(rate: float) -> str:

@@ -174,6 +174,22 @@ def test_a_policy_that_leads_is_said_to_lead(
     assert expected in capsys.readouterr().out.splitlines()
 
 
+def test_people_see_how_long_blobs_lie_before_they_are_used_again_or_leave(
+    stats: dict[str, Any], capsys: Output, monkeypatch: Patch
+) -> None:
+    assert sample_of(stats, stats)["median_ages_s"] == {}
+    ages = stats["ages"]
+    ages["reuse_gap"]["counts"][4] = 10  # in 3 to 10 s
+    ages["at_eviction"]["dram"]["counts"][6:8] = [1, 3]  # 30 to 100 s, 100 to 300 s
+    ages["at_eviction"]["ssd"]["counts"][-1] = 1
+    answers(monkeypatch, stats, stats)
+    assert main(["top", "--interval", "0.05"]) == 0
+    expected = (
+        "median age when used again 6.5 s, when leaving dram 2 min 46 s, when leaving ssd 11 d 13 h"
+    )
+    assert expected in capsys.readouterr().out.splitlines()
+
+
 def test_a_terminal_waits_for_a_daemon_that_went_away(
     stats: dict[str, Any], capsys: Output, monkeypatch: Patch
 ) -> None:
