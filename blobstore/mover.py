@@ -166,9 +166,7 @@ class Mover:
         """The blob will be written, whoever decided that."""
         self.forget(record)
         self._refused_end = None
-        now_s = self._clock()
-        self._admission.wrote(record.nbytes, now_s)
-        self._budget.charge(record.nbytes, now_s)
+        self._admission.wrote(record.nbytes, self._clock())
         self._rate.note(record.nbytes)
 
     def unwritten(self, record: Record) -> None:
@@ -312,9 +310,12 @@ class Mover:
         if not verdict.admit:
             self._refuse(record, verdict.reason, verdict.detail)
             self._refused_end = chain
-        elif not urgent and self._is_held_up(chain.nbytes):
+        elif urgent:
+            self._demote(chain)
+        elif self._is_held_up(chain.nbytes):
             self._waiting[record] = _HeldUp(verdict, chain.nbytes)
         else:
+            self._spend(chain)
             self._demote(chain)
 
     def _is_held_up(self, nbytes: int) -> bool:
@@ -350,14 +351,15 @@ class Mover:
 
     def _has_room(self, chain: _Chain) -> bool:
         verdict = self._ask(chain)
-        if not verdict.admit or verdict.reason != "room":
-            return False
-        return self._budget.wait_s(chain.nbytes, self._clock()) <= 0
+        return verdict.admit and verdict.reason == "room" and self._spend(chain)
 
     def _ask(self, chain: _Chain) -> Verdict:
         return self._admission.decide(
             chain.records, chain.nbytes, self._free_bytes(), self._clock()
         )
+
+    def _spend(self, chain: _Chain) -> bool:
+        return self._budget.take(chain.nbytes, self._clock())
 
     def _chain(self, record: Record) -> _Chain:
         known, self._refused_end = self._refused_end, None

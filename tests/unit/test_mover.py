@@ -340,18 +340,6 @@ class TestBudget:
             assert world.written() >= 2 * N_FIT
             assert world.counter("dropped") == 0
 
-    def test_what_nobody_may_hold_up_is_charged_all_the_same(self, tmp_path: Path) -> None:
-        with AskedStore(tmp_path, Verdict(True, "room"), demote_rate=NBYTES) as world:
-            world.put("durable", 8, retention="durable")
-            assert world.written() == 8
-            world.put("soon")
-            world.rest()
-            assert world.tiers("soon") == [["dram"]]
-            world.sim.advance(10.0)
-            world.put("later")
-            world.rest()
-            assert world.tiers("later") == [["dram", "ssd"]]
-
     def test_what_is_held_up_is_not_walked_along_at_every_look(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
