@@ -42,7 +42,7 @@ class TreeSettings:
 
     There are as many trees as the events let hope that what one more finds is so, which
     `trees` gives for some numbers of events and between them: agents, nearly all of whose
-    blocks are used again, tell four times as much as chats do in as many samples. The samples
+    blocks are used again, tell twice as much as chats do in as many samples. The samples
     are dealt into as few shares as hold no more than `samples_per_tree` each, and the trees
     see one after the other: many small ones that see little tell more of what comes than few
     that see all. Each says `rate` of what it found, and less of it, down to `rate_of_few`,
