@@ -409,9 +409,12 @@ class TestBudget:
 
 
 class TestDisk:
-    def test_a_disk_that_fails_loses_what_had_to_go_and_says_so(self, world: AskedStore) -> None:
+    @pytest.mark.parametrize("failing", [("pwritev", "create"), ("before_commit",)])
+    def test_a_disk_that_fails_loses_what_had_to_go_and_says_so(
+        self, world: AskedStore, failing: tuple[str, ...]
+    ) -> None:
         def fail(name: str, path: Path) -> None:
-            if name in ("pwritev", "create"):
+            if name in failing:
                 raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
         world.disk.before_step = fail
