@@ -76,6 +76,9 @@ class MoodyAdmission(Admission[Record]):
     def wrote(self, nbytes: int, now_s: float) -> None:
         self._sober.wrote(nbytes, now_s)
 
+    def unwrote(self, nbytes: int) -> None:
+        self._sober.unwrote(nbytes)
+
 
 class StoreMachine(RuleBasedStateMachine):
     """Rules are what clients, threads, time, disks and people do to a store."""
