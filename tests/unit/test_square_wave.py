@@ -1,4 +1,4 @@
-"""That a load which changes in turns moves blobs to and fro as rarely as can be."""
+"""That a load which changes in turns moves blobs there and back as rarely as can be."""
 
 from __future__ import annotations
 
