@@ -339,7 +339,8 @@ def test_a_daemon_killed_while_a_runner_elsewhere_works_has_the_text_when_it_is_
         other = elsewhere(putting(door))
         door.post(f"{ONE}/rebuilders", {"url": other.url})
         assert read(kv, ns, ids) == (payloads, "")
-        assert [job["position"] for job in other.jobs] == [n_kept * TOKENS]
+        (job,) = other.jobs  # what was kept is on SSD, from where a rebuild need not begin
+        assert job["position"] in (0, n_kept * TOKENS)
         assert len(server.jobs) == 1, "its registration went with the daemon"
         assert kv.verify()["corrupt"] == []
 
